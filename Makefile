@@ -1,0 +1,31 @@
+# Every target sets up .venv by itself; nothing has to be installed first but Python 3.10 or later.
+
+PYTHON ?= python3
+VENV := .venv/bin/python
+# One worker per core. Give TEST_ARGS="-x -k tree" and the like to change that.
+TEST_ARGS ?= -n auto
+
+.PHONY: help demo test bench clean
+
+help:
+	@echo "make demo    verify one draft tree and show tree, mask and result (GPU, or CPU where there is none)"
+	@echo "make test    run the test suite (TEST_ARGS=... goes to pytest)"
+	@echo "make bench   measure this commit with airspeed velocity (needs a GPU)"
+	@echo "make clean   remove .venv, caches and built files"
+
+demo:
+	@$(PYTHON) tools/bootstrap.py
+	@$(VENV) -m numba_verify demo
+
+test:
+	@$(PYTHON) tools/bootstrap.py --extra test
+	@$(VENV) -m pytest $(TEST_ARGS)
+
+bench:
+	@$(PYTHON) tools/bootstrap.py --extra bench
+	@$(VENV) -m asv machine --yes --config asv_bench/asv.conf.json
+	@$(VENV) -m asv run --config asv_bench/asv.conf.json --environment existing:$(CURDIR)/$(VENV) --set-commit-hash $$(git rev-parse HEAD)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache asv_bench/env asv_bench/html
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
