@@ -1,0 +1,180 @@
+"""The few CUDA driver calls the package makes itself, each with its status turned into an exception.
+
+cuda.bindings is used directly: its names follow the driver's own, which do not move, and these calls are on the path of every step.
+Nothing here is touched at import, so the package imports on a machine with no driver.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+from typing import Iterator, NamedTuple
+
+import numpy as np
+
+from ..errors import NoDeviceError
+
+
+class DriverError(RuntimeError):
+    """A CUDA driver call failed; the text holds its name, the error's name and the driver's explanation."""
+
+
+class DeviceInfo(NamedTuple):
+    """What kernels and plans need to know of a GPU. `shared_bytes`: the most a block may ask for (opt-in limit)."""
+
+    ordinal: int
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    shared_bytes: int
+    shared_bytes_per_sm: int
+    l2_bytes: int
+    memory_clock_khz: int
+
+    @property
+    def arch(self) -> str:
+        """The compiler's name for it; 9.0 and later get their architecture-specific variant, as numba-cuda does."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+@functools.cache
+def _driver():
+    from cuda.bindings import driver
+
+    return driver
+
+
+def call(name: str, *args):
+    """Call the driver function `name`; its single result, a tuple of several, or None. DriverError on any status but success."""
+    driver = _driver()
+    status, *results = getattr(driver, name)(*args)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        text = driver.cuGetErrorString(status)[1]
+        explanation = text.decode() if isinstance(text, bytes) else text
+        raise DriverError(f"{name}: {status.name} ({explanation})")
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+@functools.cache
+def unavailable() -> str:
+    """Why no GPU can be used here; the empty string when one can."""
+    try:
+        call("cuInit", 0)
+        count = call("cuDeviceGetCount")
+    except ImportError as error:
+        return f"cuda.bindings cannot be imported: {error}"
+    except (DriverError, RuntimeError, OSError) as error:
+        return f"the CUDA driver cannot be used: {error}"
+    return "" if count else "the CUDA driver reports no device"
+
+
+def device_count() -> int:
+    """GPUs that can be used; 0 with no driver."""
+    return 0 if unavailable() else call("cuDeviceGetCount")
+
+
+def require_device(what: str) -> None:
+    """NoDeviceError unless a GPU can be used."""
+    reason = unavailable()
+    if reason:
+        raise NoDeviceError(f"{what} needs a GPU: {reason}")
+
+
+@functools.cache
+def device_info(ordinal: int) -> DeviceInfo:
+    """Properties of GPU `ordinal`. NoDeviceError when there is no such GPU."""
+    require_device(f"cuda:{ordinal}")
+    if not 0 <= ordinal < device_count():
+        raise NoDeviceError(f"cuda:{ordinal} does not exist; this machine has {device_count()} GPU(s)")
+    device = call("cuDeviceGet", ordinal)
+    kinds = _driver().CUdevice_attribute
+
+    def attribute(name: str) -> int:
+        return call("cuDeviceGetAttribute", getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
+
+    name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
+    return DeviceInfo(ordinal, name, (attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
+                      attribute("MULTIPROCESSOR_COUNT"), attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+                      attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"), attribute("L2_CACHE_SIZE"), attribute("MEMORY_CLOCK_RATE"))
+
+
+@functools.cache
+def _primary_context(ordinal: int):
+    device_info(ordinal)  # the clear error when there is no such GPU
+    # Retained for the life of the process, as torch, CuPy and numba do: they share this context with us.
+    return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
+
+
+
+@contextmanager
+def context(ordinal: int) -> Iterator[None]:
+    """Make the primary context of GPU `ordinal` current for this thread, and put back what was current before."""
+    wanted = _primary_context(ordinal)
+    before = call("cuCtxGetCurrent")
+    if int(before) == int(wanted):
+        yield
+        return
+    call("cuCtxSetCurrent", wanted)
+    try:
+        yield
+    finally:
+        # A thread that had no context keeps this one: taking it away again would cost every call the same switch.
+        if int(before):
+            call("cuCtxSetCurrent", before)
+
+
+def ordinal_of_pointer(address: int) -> int:
+    """Which GPU the memory at `address` belongs to. DriverError when it is no device memory."""
+    return int(call("cuPointerGetAttribute", _driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
+
+
+class DeviceBuffer:
+    """Device memory with an owner: freed when the object dies, in a way that may not break somebody's stream capture."""
+
+    def __init__(self, nbytes: int, ordinal: int):
+        self.ordinal, self.nbytes = ordinal, nbytes
+        with context(ordinal):
+            # Never 0 bytes: an address that exists keeps the alignment checks of both implementations free of special cases.
+            self.address = int(call("cuMemAlloc", max(nbytes, 256)))
+
+    def __del__(self):
+        address = getattr(self, "address", 0)
+        if not address:
+            return
+        try:
+            driver = _driver()
+            with context(self.ordinal):
+                # cuMemFree is refused while any stream of the process is capturing in global mode; a garbage collector may run then.
+                relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+                before = call("cuThreadExchangeStreamCaptureMode", relaxed)
+                try:
+                    call("cuMemFree", address)
+                finally:
+                    call("cuThreadExchangeStreamCaptureMode", before)
+        except (DriverError, TypeError, AttributeError, ImportError):
+            pass  # the interpreter or the driver is shutting down and takes the memory with it
+
+
+def is_capturing(stream: int) -> bool:
+    """True while `stream` records a CUDA graph."""
+    status = call("cuStreamIsCapturing", stream)
+    return status != _driver().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+
+
+def copy_to_device(address: int, array: np.ndarray, stream: int) -> None:
+    """Copy a contiguous host array to `address` in stream order; the host array may be reused on return (pageable memory is staged)."""
+    if array.nbytes:
+        call("cuMemcpyHtoDAsync", address, array.ctypes.data, array.nbytes, stream)
+
+
+def copy_to_host(array: np.ndarray, address: int, stream: int) -> None:
+    """Fill a contiguous host array from `address`, waiting for `stream`."""
+    if array.nbytes:
+        call("cuMemcpyDtoHAsync", array.ctypes.data, address, array.nbytes, stream)
+    call("cuStreamSynchronize", stream)
+
+
+def synchronize(stream: int) -> None:
+    """Wait for all work of `stream`."""
+    call("cuStreamSynchronize", stream)

@@ -1,0 +1,257 @@
+"""Every name of the device vocabulary alone: what PTX it becomes, and what it does, on every backend, against NumPy."""
+
+import re
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+from support.device import backends
+from support.instructions import BLOCK, CASES, MEMORY, SYNCHRONISATION, TENSOR
+
+from numba_verify.gpu import simulator
+from numba_verify.gpu.compile import KernelSource, compile_kernel, lower
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
+
+
+def by_name(cases):
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+def source(build, arguments, name="test", shared_bytes=0):
+    """`name` tells apart what `compile_kernel` keeps; `lower` keeps nothing."""
+    return KernelSource(name, build, None, ("address",) * arguments, BLOCK, shared_bytes=shared_bytes)
+
+
+def of_case(case):
+    return source(case.build, len(case.inputs(np.random.default_rng(0))) + len(case.outputs()), case.name, shared_bytes=case.shared_bytes)
+
+
+@pytest.fixture(scope="module")
+def ptx():
+    from numba_verify.gpu import ptx
+
+    return ptx
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_VERIFY_CACHE_DIR", str(tmp_path))
+
+
+# --- the vocabulary -------------------------------------------------------------------------------------------------------
+
+
+def public_names(module):
+    return {name for name, value in vars(module).items()
+            if not name.startswith("_") and not isinstance(value, types.ModuleType)
+            and getattr(value, "__module__", "").rpartition(".")[2] not in ("intrinsics", "simulator", "simulator_matrix", "extending")}
+
+
+TYPES = {"uint32", "int32", "uint64", "int64", "float32", "u8", "u16", "u32", "i32", "u64", "i64", "f32"}
+INSTRUCTIONS = {case.name for case in CASES} - {"special_registers"} | {"tid_x", "ctaid_x", "ctaid_y", "nctaid_x"}
+REST = {"device", "unroll", "pointer", "shared", "shared_address", "local_array", "cp_async_commit", "cp_async_wait_group"}
+
+
+def test_both_languages_have_every_name(ptx):
+    for language in (ptx, simulator.language()):
+        missing = [name for name in TYPES | INSTRUCTIONS | REST if not hasattr(language, name)]
+        assert not missing, language
+
+
+def test_every_instruction_has_a_case(ptx):
+    from numba.cuda.extending import _Intrinsic
+
+    instructions = {name for name, value in vars(ptx).items() if isinstance(value, _Intrinsic) and not name.startswith("_")}
+    assert instructions <= INSTRUCTIONS | REST
+
+
+def test_every_instruction_names_its_manual_section(ptx):
+    for name in INSTRUCTIONS - {"tanh_f32"}:
+        assert getattr(ptx, name).__doc__, name
+
+
+# --- one by one -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@by_name(CASES)
+def test_effect(case, backend):
+    given, made = case.inputs(np.random.default_rng(7)), case.outputs()
+    before = [array.tobytes() for array in given]
+    backend.run_kernel(case.build, case.blocks, BLOCK, case.shared_bytes, [*given, *made])
+    assert [array.tobytes() for array in given] == before
+    case.check(given, made)
+
+
+@by_name(CASES)
+def test_becomes_its_instruction(case):
+    assert re.search(case.instruction, lower(of_case(case), "sm_80", "ptx"))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES[1:])
+@by_name(SYNCHRONISATION + MEMORY + TENSOR)
+def test_becomes_its_instruction_on_later_architectures(case, arch):
+    assert re.search(case.instruction, lower(of_case(case), arch, "ptx"))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_tanh_is_the_accurate_one_and_links_offline(arch, empty_cache):
+    case = next(case for case in CASES if case.name == "tanh_f32")
+    assert "tanh.approx" not in lower(of_case(case), arch, "ptx")
+    assert compile_kernel(of_case(case), arch).resources.stack_bytes == 0
+
+
+# --- what the compiler does around them -----------------------------------------------------------------------------------
+
+
+def build_contraction(lang, config):
+    f32, pointer, tid = lang.f32, lang.pointer, lang.tid_x
+
+    def kernel(x, y):
+        p, q, t = pointer(x, f32), pointer(y, f32), tid()
+        q[t] = p[t] * q[t] + p[0]
+
+    return kernel
+
+
+def test_a_product_and_a_sum_become_one_fma():
+    assert "fma.rn.f32" in lower(source(build_contraction, 2), "sm_80", "ptx")
+
+
+def build_quotient(lang, config):
+    u32, uint32, pointer, tid = lang.u32, lang.uint32, lang.pointer, lang.tid_x
+
+    def kernel(x):
+        p, t = pointer(x, u32), tid()
+        p[t] = uint32(p[t] // p[0])
+
+    return kernel
+
+
+def test_an_unsigned_quotient_raises_no_device_exception():
+    code = lower(source(build_quotient, 1), "sm_80", "ptx")
+    assert "trap" not in code
+    assert code.count("st.global") == 1
+
+
+def build_nest(trips, request):
+    """A dynamic loop around constant ones whose indices choose the element of a local array."""
+
+    def build(lang, config):
+        uint32, float32, f32, tid, pointer, shared = lang.uint32, lang.float32, lang.f32, lang.tid_x, lang.pointer, lang.shared
+        unroll = lang.unroll if request else lang.device(lambda: None)
+        rows, keys, columns = trips
+        new, elements, bar = lang.local_array(rows * columns, f32), rows * columns, lang.bar_sync
+
+        def kernel(count, y):
+            values, acc, t = shared(uint32(0), f32), new(), tid()
+            for i in range(elements):
+                unroll()
+                acc[i] = float32(0)
+            for _ in range(count):
+                bar()  # else the loads move out of the loop, all of them, and spill
+                for i in range(rows):
+                    unroll()
+                    for k in range(keys):
+                        unroll()
+                        x = values[t + uint32(k * 64)]
+                        for j in range(columns):
+                            unroll()
+                            acc[i * columns + j] = acc[i * columns + j] * x + values[uint32(i * 8 + k)]
+            for i in range(elements):
+                unroll()
+                pointer(y, f32)[t + uint32(i * 128)] = acc[i]
+
+        return kernel
+
+    return build
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("trips", [(64, 8, 1), (8, 8, 8), (8, 4, 8)], ids=str)
+def test_unrolled_nests_keep_local_arrays_in_registers(trips, arch, empty_cache):
+    resources = compile_kernel(source(build_nest(trips, True), 2, f"nest {trips}"), arch).resources
+    assert (resources.stack_bytes, resources.spill_store_bytes) == (0, 0)
+
+
+def test_without_unroll_the_nest_would_live_in_memory(empty_cache):
+    assert compile_kernel(source(build_nest((64, 8, 1), False), 2, "rolled nest"), "sm_80").resources.stack_bytes > 0
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------------
+
+
+def refused(build, arguments, text):
+    from numba.core.errors import TypingError
+
+    with pytest.raises(TypingError, match=text):
+        lower(source(build, arguments), "sm_80", "ptx")
+
+
+def test_a_double_is_refused():
+    def build(lang, config):
+        f32, pointer, maximum = lang.f32, lang.pointer, lang.max_f32
+
+        def kernel(x):
+            pointer(x, f32)[0] = maximum(pointer(x, f32)[0], 0.5)
+
+        return kernel
+
+    refused(build, 1, r"max_f32: b must be float32, got float64; wrap .* in float32")
+
+
+def test_a_wrong_number_of_operands_is_refused():
+    def build(lang, config):
+        f32, pointer, maximum = lang.f32, lang.pointer, lang.max_f32
+
+        def kernel(x):
+            pointer(x, f32)[0] = maximum(pointer(x, f32)[0])
+
+        return kernel
+
+    refused(build, 1, r"max_f32 takes 2 arguments \(a, b\), got 1")
+
+
+def test_unroll_outside_a_loop_is_refused():
+    def build(lang, config):
+        unroll = lang.unroll
+
+        def kernel(x):
+            unroll()
+
+        return kernel
+
+    from numba.cuda.core.errors import NumbaError
+
+    with pytest.raises(NumbaError, match="first statement of the body of a for loop"):
+        lower(source(build, 1), "sm_80", "ptx")
+
+
+@pytest.mark.parametrize("newest", [-1, 8, 1.0, "0"])
+@pytest.mark.parametrize("language", ["ptx", "simulator"])
+def test_the_number_of_groups_in_flight_is_checked(newest, language, ptx):
+    with pytest.raises(ValueError, match="from 0 to 7"):
+        (ptx if language == "ptx" else simulator.language()).cp_async_wait_group(newest)
+
+
+# --- imports --------------------------------------------------------------------------------------------------------------
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+
+
+def test_numba_cuda_imports_where_numpy_has_no_row_stack():
+    done = run_python("import numpy; vars(numpy).pop('row_stack', None); from numba_verify.gpu import ptx; "
+                      "print(numpy.row_stack is numpy.vstack)")
+    assert done.stdout.split() == ["True"], done.stderr
+
+
+def test_the_simulator_needs_no_numba():
+    done = run_python("import sys; sys.modules['numba'] = None; from numba_verify.gpu import simulator; simulator.language(); "
+                      "print('numba.cuda' in sys.modules)")
+    assert done.stdout.split() == ["False"], done.stderr
