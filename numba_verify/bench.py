@@ -1,0 +1,81 @@
+"""`python -m numba_verify bench` and the benchmarks of asv: one shape, one implementation, one kernel, in microseconds of the device."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import shapes
+from .gpu import driver
+from .gpu.device_array import DeviceArray, empty, tiled, to_device
+from .timing import COLD_BYTES, Timing, graph_time
+from .tree import DraftTree
+
+#: Rows of random numbers that are drawn; pools are tiled from them.
+DRAWN_ROWS = 1 << 15
+#: A graph holds at least so many calls, so that its launch is a small part of a replay.
+CALLS = 8
+
+
+class Workload:
+    """The arrays of one shape on GPU `ordinal`: page size 1, KV scattered token by token, several pools so that KV is cold in L2."""
+
+    def __init__(self, shape: shapes.Shape, ordinal: int = 0):
+        self.shape, self.ordinal = shape, ordinal
+        rng = np.random.default_rng(shapes.TREE_SEED)
+        bf16 = np.dtype(ml_dtypes.bfloat16)
+        block = rng.standard_normal((DRAWN_ROWS, 576), np.float32).astype(bf16)
+        tokens = shape.batch * (shape.context + shape.drafts)
+        rows = shape.batch * shape.drafts
+        self.total_q, self.sm_scale = rows, 576 ** -0.5
+        self.parents = shapes.draft_tree(shape)
+        self.visible_drafts = int(DraftTree.from_lists([self.parents]).depth.sum()) + shape.drafts
+        self.pools = [tiled(block, tokens, ordinal) for _ in range(max(1, math.ceil(COLD_BYTES / (tokens * 1152))))]
+        self.q = tiled(block.reshape(-1)[:rows * shape.heads * 576].reshape(-1, 576), rows * shape.heads, ordinal)
+        self.q = DeviceArray(self.q.buffer, (rows, shape.heads, 576), bf16)
+        self.out, self.lse = empty((rows, shape.heads, 512), bf16, ordinal), empty((rows, shape.heads), np.float32, ordinal)
+        self.qo_indptr = to_device(np.arange(shape.batch + 1, dtype=np.int32) * shape.drafts, ordinal)
+        self.kv_indptr = to_device(np.arange(shape.batch + 1, dtype=np.int32) * (shape.context + shape.drafts), ordinal)
+        self.kv_indices = to_device(rng.permutation(tokens).astype(np.int32), ordinal)
+        self.tree = to_device(np.tile(np.array(self.parents, np.int32), shape.batch), ordinal)
+
+    def plan(self, module: ModuleType, kernel: str, **options: Any):
+        """A plan of `module` (numba_verify or cuda_ref) for this shape."""
+        return module.plan(self.qo_indptr, self.kv_indptr, self.kv_indices, tree=self.tree, num_heads=self.shape.heads, kernel=kernel, **options)
+
+    def run(self, plan: Any, pool: int = 0, stream: int = 0) -> None:
+        """One call on one of the pools."""
+        plan.run(self.q, self.pools[pool], sm_scale=self.sm_scale, out=self.out, lse=self.lse, stream=stream)
+
+    def time(self, plan: Any, replays: int = 30) -> Timing:
+        """Device time of `plan.run`, KV cold in L2."""
+        count = max(CALLS, len(self.pools))
+        return graph_time(self.ordinal, [lambda stream, p=i % len(self.pools): self.run(plan, p, stream) for i in range(count)], replays)
+
+    def floor_us(self) -> float | None:
+        """The shape's floor on this GPU."""
+        return shapes.floor_us(self.shape, self.visible_drafts, driver.device_info(self.ordinal).name)
+
+    def check(self, rows: int = 4, seed: int = 0) -> float:
+        """Largest relative error of a few rows of `out` (as it stands, from pool 0) against float64; NaN counts as infinite."""
+        shape, rng = self.shape, np.random.default_rng(seed)
+        visible = DraftTree.from_lists([self.parents])
+        indices, pool, q, out = (a.numpy() for a in (self.kv_indices, self.pools[0], self.q, self.out))
+        worst = 0.0
+        for row in rng.choice(self.total_q, min(rows, self.total_q), replace=False):
+            r, i = divmod(int(row), shape.drafts)
+            begin = r * (shape.context + shape.drafts)
+            bits = np.unpackbits(visible.visibility[i].view(np.uint8), bitorder="little")[:shape.drafts].astype(bool)
+            listed = indices[begin:begin + shape.context + shape.drafts][np.concatenate([np.ones(shape.context, bool), bits])]
+            keys = pool[listed].astype(np.float64)
+            head = int(rng.integers(shape.heads))
+            score = self.sm_scale * (keys @ q[row, head].astype(np.float64))
+            weight = np.exp(score - score.max())
+            expected = (weight / weight.sum()) @ keys[:, :512]
+            error = np.linalg.norm(out[row, head].astype(np.float64) - expected) / np.linalg.norm(expected)
+            worst = max(worst, float(error) if np.isfinite(error) else math.inf)
+        return worst
