@@ -1,0 +1,79 @@
+"""Where the tests run kernels: on the GPU when there is one, else numba kernels in the simulator and CUDA C in the host build.
+
+On the GPU the suite needs no array library: it uses the package's own minimal device array. Tests of torch, CuPy and JAX use those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import cuda_ref
+import numba_verify
+from numba_verify.gpu import driver
+from numba_verify.gpu.device_array import DeviceArray, to_device, upload
+
+from .poison import Guarded
+from .problems import Problem
+
+KERNELS = ("naive", "flash", "paged")
+IMPLEMENTATIONS = {k: v for k, v in {"numba_verify": numba_verify, "cuda_ref": cuda_ref}.items() if hasattr(v, "verify_mla")}
+HAS_GPU = driver.device_count() > 0
+PLACE = f"{driver.device_info(0).name}" if HAS_GPU else "simulator (numba_verify) and host build (cuda_ref)"
+
+
+def put(array: Any) -> Any:
+    """A NumPy array where the kernels run; anything else (None, DraftTree, numbers) unchanged."""
+    if not HAS_GPU or not isinstance(array, np.ndarray):
+        return array
+    return to_device(array)
+
+
+def put_guarded(guard: Guarded) -> Any:
+    """A guarded array where the kernels run, red zones, gaps and all."""
+    if not HAS_GPU:
+        return guard.array
+    return DeviceArray(upload(guard.backing), guard.array.shape, guard.array.dtype, guard.array.strides, guard.offset)
+
+
+def get(array: Any) -> np.ndarray:
+    """The contents of a contiguous array of the kernels' side."""
+    return array.numpy() if isinstance(array, DeviceArray) else np.asarray(array)
+
+
+class Call:
+    """One call of one implementation on one problem, with guarded arguments and outputs.
+
+    `options` go to verify_mla. The padding rows of out and lse are guarded like everything else: a kernel may write the rows of draft
+    tokens only.
+    """
+
+    def __init__(self, implementation: str, kernel: str, problem: Problem, **options: Any):
+        self.implementation, self.kernel, self.problem, self.options = implementation, kernel, problem, options
+
+    def __call__(self) -> tuple[np.ndarray, np.ndarray]:
+        problem, case = self.problem, self.problem.case
+        rows, total = problem.q.shape[0], problem.total_q
+        outputs = problem.guarded.__class__()
+        outputs.output("out", (rows, case.heads, case.latent_dim), problem.q.dtype, written=total, row_gap=case.row_gap)
+        outputs.output("lse", (rows, case.heads), np.float32, written=total)
+        guards = {**problem.guarded.guards, **outputs.guards}
+        placed = {name: put_guarded(guard) for name, guard in guards.items()}
+        tree = placed.get("tree", problem.tree)
+        module = IMPLEMENTATIONS[self.implementation]
+        arguments = dict(
+            tree=tree, sm_scale=problem.sm_scale, kv_lens=placed.get("kv_lens"), draft_kv=placed.get("draft_kv"), logit_cap=case.logit_cap,
+            latent_dim=case.latent_dim, page_size=case.page_size, kernel=self.kernel, deterministic=case.deterministic,
+            out=placed["out"], lse=placed["lse"])
+        module.verify_mla(placed["q"], placed["kv_cache"], placed["qo_indptr"], placed["kv_indptr"], placed["kv_indices"],
+                          **{**arguments, **self.options})
+        for name, guard in guards.items():
+            if HAS_GPU:
+                back = placed[name].bytes_back()
+                guard.check(back)
+                guard.backing[:] = back
+            else:
+                guard.check()
+        return outputs.guards["out"].array, outputs.guards["lse"].array
+
