@@ -1,0 +1,202 @@
+// The C interface: checks the arguments, lays out the workspace, launches. Host code only; nothing here throws, prints or exits.
+#include "validate.cuh"
+#include "work.cuh"
+
+namespace {
+
+using namespace nvr;
+
+constexpr int64_t BLOCK_RESERVED_SHARED = 1024;   // what the runtime keeps of an SM's shared memory for each block
+constexpr int64_t WORKSPACE_ALIGNMENT = 256;      // of each array in the workspace: whole cache lines of its own
+
+const char* const STATUS_NAMES[] = {"NVR_OK",
+                                    "NVR_ERROR_NULL_POINTER",
+                                    "NVR_ERROR_ALIGNMENT",
+                                    "NVR_ERROR_STRIDE",
+                                    "NVR_ERROR_SIZE",
+                                    "NVR_ERROR_DTYPE",
+                                    "NVR_ERROR_OPTION",
+                                    "NVR_ERROR_CAPACITY",
+                                    "NVR_ERROR_WORKSPACE",
+                                    "NVR_ERROR_UNSUPPORTED_DIMS",
+                                    "NVR_ERROR_SHARED_MEMORY",
+                                    "NVR_ERROR_NO_DEVICE",
+                                    "NVR_ERROR_NO_KERNEL_IMAGE",
+                                    "NVR_ERROR_LAUNCH",
+                                    "NVR_ERROR_BARRIER"};
+static_assert(sizeof(STATUS_NAMES) / sizeof(STATUS_NAMES[0]) == NVR_ERROR_BARRIER + 1, "a name for each status");
+
+// Tile extents of the plan; nothing that needs a device.
+Plan shape_plan(const nvr_plan_config& config) {
+    Plan plan = {};
+    plan.config = config;
+    int32_t tile = config.tile_config;
+    if (tile == NVR_TILE_DEFAULT) tile = config.num_heads > 8 ? NVR_TILE_H16_K16 : NVR_TILE_H8_K16;
+    plan.tile_heads = tile == NVR_TILE_H16_K16 ? 16 : 8;
+    plan.tile_keys = tile == NVR_TILE_H8_K32 ? 32 : 16;
+    plan.head_tiles = static_cast<int32_t>(ceil_div(config.num_heads, plan.tile_heads));
+    plan.words = static_cast<int32_t>(ceil_div(min64(config.max_total_q, NVR_MAX_DRAFT), WARP));
+    return plan;
+}
+
+// Persistent CTAs of paged: as many as are resident at once.
+int32_t count_ctas(const Plan& plan, const Device& device) {
+    int blocks = 1;
+    for_dims(plan.config, [&](auto dims) { return blocks = decltype(dims)::type::BLOCKS_PER_SM; });
+    const int64_t need = tile_shared_bytes(plan) + BLOCK_RESERVED_SHARED;
+    return device.sms * static_cast<int32_t>(max64(1, min64(blocks, device.shared_per_sm / need)));
+}
+
+// Partial results. Otherwise: two a CTA. Deterministic: a request has at most MAX_PIECES pieces in all, and only requests longer than
+// PIECE_KEYS have several a tile, at most ceil(keys / PIECE_KEYS) <= 2 * keys / PIECE_KEYS.
+int64_t count_partial_slots(const Plan& plan) {
+    const nvr_plan_config& config = plan.config;
+    if (!config.deterministic) return 2 * static_cast<int64_t>(plan.ctas);
+    const int64_t keys = config.max_kv_entries * config.page_size + config.max_total_q;
+    const int64_t tiles = min64(MAX_PIECES / 2, min64(config.max_total_q, NVR_MAX_DRAFT) * plan.head_tiles);
+    return min64(min64(config.max_batch, config.max_total_q) * MAX_PIECES, tiles * (2 * keys / PIECE_KEYS));
+}
+
+// Hands out the arrays of the workspace one after the other; with base NULL only their sizes count.
+struct Allocator {
+    char* base;
+    int64_t used;
+    template <class T>
+    void take(T** array, int64_t count) {
+        *array = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
+        used += ceil_div(count * static_cast<int64_t>(sizeof(T)), WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT;
+    }
+};
+
+int64_t lay_out(Plan* plan, char* base) {
+    const nvr_plan_config& config = plan->config;
+    Workspace& workspace = plan->workspace;
+    Allocator allocator = {base, 0};
+    allocator.take(&workspace.counts, 1);
+    allocator.take(&workspace.requests, config.max_batch);
+    allocator.take(&workspace.starts, plan->ctas + 1);
+    allocator.take(&workspace.row_request, config.max_total_q);
+    allocator.take(&workspace.visibility, config.max_total_q * plan->words);
+    allocator.take(&workspace.slots, config.max_kv_entries * config.page_size);
+    allocator.take(&workspace.statistics, plan->partial_slots * plan->tile_heads);
+    allocator.take(&workspace.partial_out, plan->partial_slots * plan->tile_heads * config.latent_dim);
+    return allocator.used;
+}
+
+int make_plan(const nvr_plan_config* config, Device* device, Plan* plan) {
+    int status = check_config(config);
+    if (status == NVR_OK) status = get_device(config->device, device);
+    if (status != NVR_OK) return status;
+    *plan = shape_plan(*config);
+    plan->ctas = count_ctas(*plan, *device);
+    plan->partial_slots = count_partial_slots(*plan);
+    return NVR_OK;
+}
+
+int open_workspace(Plan* plan, const void* workspace, uint64_t workspace_bytes) {
+    const int status = check_pointer("workspace", workspace, NVR_ALIGNMENT);
+    if (status != NVR_OK) return status;
+    const int64_t need = lay_out(plan, static_cast<char*>(const_cast<void*>(workspace)));
+    if (workspace_bytes >= static_cast<uint64_t>(need)) return NVR_OK;
+    return fail(NVR_ERROR_WORKSPACE, "the workspace has %llu bytes, this plan needs %lld; see nvr_workspace_bytes",
+                static_cast<unsigned long long>(workspace_bytes), static_cast<long long>(need));
+}
+
+int check_shared(const Plan& plan, const Device& device) {
+    const int64_t need = tile_shared_bytes(plan);
+    if (need <= device.shared_per_block) return NVR_OK;
+    return fail(NVR_ERROR_SHARED_MEMORY,
+                "tile of %d heads x %d keys needs %lld B of shared memory, this device has %d B; the default tile configuration needs less",
+                plan.tile_heads, plan.tile_keys, static_cast<long long>(need), device.shared_per_block);
+}
+
+bool is_kernel(int kernel) { return kernel >= NVR_KERNEL_NAIVE && kernel <= NVR_KERNEL_PAGED; }
+
+int check_kernel(const Plan& plan, const Device& device, int kernel) {
+    if (!is_kernel(kernel)) return fail(NVR_ERROR_OPTION, "unknown kernel %d", kernel);
+    return kernel == NVR_KERNEL_NAIVE ? NVR_OK : check_shared(plan, device);
+}
+
+int verify(int kernel, const nvr_plan_config* config, const nvr_tensors* tensors, const void* workspace, uint64_t workspace_bytes,
+           void* stream) {
+    Device device;
+    VerifyParams params = {};
+    int status = make_plan(config, &device, &params.plan);
+    if (status == NVR_OK) status = check_tensors(*config, tensors);
+    if (status == NVR_OK) status = open_workspace(&params.plan, workspace, workspace_bytes);
+    if (status == NVR_OK) status = check_kernel(params.plan, device, kernel);
+    if (status != NVR_OK) return status;
+    params.tensors = *tensors;
+    params.rows = min64(config->max_total_q, min64(tensors->q_rows, tensors->out_rows));
+    if (params.rows == 0) return NVR_OK;
+    const DeviceGuard guard(config->device);
+    if (kernel == NVR_KERNEL_NAIVE) return launch_naive(device, params, stream);
+    if (kernel == NVR_KERNEL_FLASH) return launch_flash(device, params, stream);
+    return launch_paged(device, params, stream);
+}
+
+}  // namespace
+
+extern "C" {
+
+int nvr_abi_version(void) { return NVR_ABI_VERSION; }
+
+const char* nvr_last_error(void) { return last_error_text(); }
+
+const char* nvr_status_string(int status) {
+    return status >= NVR_OK && status <= NVR_ERROR_BARRIER ? STATUS_NAMES[status] : "unknown status";
+}
+
+int nvr_can_run(const nvr_plan_config* config, int kernel) {
+    Device device;
+    Plan plan;
+    const int status = make_plan(config, &device, &plan);
+    return status == NVR_OK ? check_kernel(plan, device, kernel) : status;
+}
+
+int nvr_shared_bytes(const nvr_plan_config* config, int kernel, uint64_t* bytes) {
+    const int status = check_config(config);
+    if (status != NVR_OK) return status;
+    if (bytes == nullptr) return fail(NVR_ERROR_NULL_POINTER, "bytes is NULL");
+    if (!is_kernel(kernel)) return fail(NVR_ERROR_OPTION, "unknown kernel %d", kernel);
+    *bytes = kernel == NVR_KERNEL_NAIVE ? 0 : static_cast<uint64_t>(tile_shared_bytes(shape_plan(*config)));
+    return NVR_OK;
+}
+
+int nvr_workspace_bytes(const nvr_plan_config* config, uint64_t* bytes) {
+    Device device;
+    Plan plan;
+    const int status = make_plan(config, &device, &plan);
+    if (status != NVR_OK) return status;
+    if (bytes == nullptr) return fail(NVR_ERROR_NULL_POINTER, "bytes is NULL");
+    *bytes = static_cast<uint64_t>(lay_out(&plan, nullptr));
+    return NVR_OK;
+}
+
+int nvr_plan_update(const nvr_plan_config* config, const nvr_indices* indices, void* workspace, uint64_t workspace_bytes, void* stream) {
+    Device device;
+    UpdateParams params = {};
+    int status = make_plan(config, &device, &params.plan);
+    if (status == NVR_OK) status = check_indices(*config, indices);
+    if (status == NVR_OK) status = open_workspace(&params.plan, workspace, workspace_bytes);
+    if (status != NVR_OK) return status;
+    params.indices = *indices;
+    const DeviceGuard guard(config->device);
+    return launch_update(device, params, stream);
+}
+
+int nvr_verify_naive(const nvr_plan_config* config, const nvr_tensors* tensors, const void* workspace, uint64_t workspace_bytes,
+                     void* stream) {
+    return verify(NVR_KERNEL_NAIVE, config, tensors, workspace, workspace_bytes, stream);
+}
+
+int nvr_verify_flash(const nvr_plan_config* config, const nvr_tensors* tensors, const void* workspace, uint64_t workspace_bytes,
+                     void* stream) {
+    return verify(NVR_KERNEL_FLASH, config, tensors, workspace, workspace_bytes, stream);
+}
+
+int nvr_verify_paged(const nvr_plan_config* config, const nvr_tensors* tensors, void* workspace, uint64_t workspace_bytes, void* stream) {
+    return verify(NVR_KERNEL_PAGED, config, tensors, workspace, workspace_bytes, stream);
+}
+
+}  // extern "C"

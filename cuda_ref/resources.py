@@ -1,0 +1,88 @@
+"""What ptxas says of each kernel: registers, spills, stack, shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TypedDict
+
+from . import binding
+
+
+class KernelResources(TypedDict):
+    """One kernel on one architecture. Sizes in bytes."""
+
+    arch: str  # "80", "90a", "120"
+    kernel: str  # "paged<Bf16, Tile<16, 16>, Dims<512, 64>>"; Dims<0, 0> reads its extents at run time
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    static_shared: int
+    dynamic_shared: int  # of the largest problem that the kernel serves
+
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\w+)'")
+_SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_TILE = re.compile(r"(flash|paged)<.*Tile<(\d+), (\d+)>, Dims<(\d+), (\d+)>")
+# Extents of the largest problem of a kernel that reads them at run time: MAX_LATENT_DIM and MAX_ROPE_DIM of verify_attn.cuh.
+_LARGEST_DIMS = (512, 128)
+
+
+def _demangle(names: list[str]) -> list[str]:
+    """Readable names, as they are when there is no c++filt."""
+    tool = shutil.which("c++filt")
+    if tool is None or not names:
+        return names
+    output = subprocess.run([tool], input="\n".join(names), stdout=subprocess.PIPE, text=True, check=True).stdout
+    return [re.sub(r"nvr::|_kernel|\(nvr::\w+\)|^void ", "", line) for line in output.splitlines()]
+
+
+def parse(output: str) -> list[KernelResources]:
+    """Rows from the text of `ptxas -v`, dynamic shared memory still 0."""
+    rows: list[KernelResources] = []
+    for line in output.splitlines():
+        if entry := _ENTRY.search(line):
+            rows.append(KernelResources(arch=entry[2], kernel=entry[1], registers=0, spill_stores=0, spill_loads=0, stack=0,
+                                        static_shared=0, dynamic_shared=0))  # fmt: skip
+        elif rows and (spill := _SPILL.search(line)):
+            rows[-1]["stack"], rows[-1]["spill_stores"], rows[-1]["spill_loads"] = (int(x) for x in spill.groups())
+        elif rows and (used := _USED.search(line)):
+            rows[-1]["registers"] = int(used[1])
+            shared = _SHARED.search(line)
+            rows[-1]["static_shared"] = int(shared[1]) if shared else 0
+    for row, name in zip(rows, _demangle([row["kernel"] for row in rows]), strict=True):
+        row["kernel"] = name
+    return rows
+
+
+def with_dynamic_shared(rows: list[KernelResources], library: Path) -> list[KernelResources]:
+    """Fill in the dynamic shared memory, as the library itself computes it (no device is needed)."""
+    loaded = ctypes.CDLL(str(library))
+    tiles = {(8, 16): 1, (16, 16): 2, (8, 32): 3}  # nvr_tile_config
+    for row in rows:
+        if not (tile := _TILE.search(row["kernel"])):
+            continue
+        heads, keys, latent, rope = (int(x) for x in tile.groups()[1:])
+        latent, rope = (latent, rope) if latent else _LARGEST_DIMS
+        config = binding.PlanConfig(num_heads=heads, latent_dim=latent, rope_dim=rope, page_size=1, tile_config=tiles[heads, keys])
+        size = ctypes.c_uint64()
+        kernel = binding.KERNELS[tile[1]]
+        if loaded.nvr_shared_bytes(ctypes.byref(config), kernel, ctypes.byref(size)) == 0:
+            row["dynamic_shared"] = size.value
+    return rows
+
+
+def table(rows: list[KernelResources]) -> str:
+    """The rows as text, one kernel a line."""
+    lines = [f"{'arch':5} {'regs':>4} {'spill':>5} {'stack':>5} {'shared':>7}  kernel"]
+    for row in sorted(rows, key=lambda row: (row["arch"], row["kernel"])):
+        spill = row["spill_stores"] + row["spill_loads"]
+        shared = row["static_shared"] + row["dynamic_shared"]
+        lines.append(f"{row['arch']:5} {row['registers']:4} {spill:5} {row['stack']:5} {shared:7}  {row['kernel']}")
+    return "\n".join(lines)
