@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from . import arrays, backend
 from .errors import UnsupportedError
 from .gpu import driver
 from .planner import Implementation, Plan, PlanArguments, Support, choose_kernel, make_plan, verify_once
-from .problem import check_count
+from .problem import check_count, check_kernel_name
 
 
 class Api(NamedTuple):
@@ -47,7 +48,8 @@ def make_api(implementation: Implementation, warm: Callable[..., list[str]]) -> 
         out, lse: written in place when given; [rows, H, latent_dim] in q's dtype and [rows, H] float32.
 
         Returns out, or (out, lse) with return_lse=True or when lse is given; rows at and after total_q are left alone. A row that sees
-        nothing gets out 0 and lse -inf. A plan for this very shape is kept per thread and stream, so later calls allocate nothing else.
+        nothing gets out 0 and lse -inf. A plan is kept per thread, stream and shape (sizes rounded up to powers of two), so later calls
+        allocate nothing else; a CUDA graph that recorded such a call keeps its plan for the life of the process.
         Raises ValueError, TypeError, IndexError (validate=True), UnsupportedError. Algorithm: online softmax (Milakov and Gimelshein 2018)
         in tiles (FlashAttention, Dao et al. 2022) with split KV merged by lse (Flash-Decoding, Dao et al. 2023).
         """
@@ -77,10 +79,12 @@ def make_api(implementation: Implementation, warm: Callable[..., list[str]]) -> 
         """Whether `kernel` runs such a problem on GPU `device` (None: on NumPy arrays). Truthy or falsy, `.reason` says why not."""
         heads, page_size = check_count(num_heads, "num_heads", 1), check_count(page_size, "page_size", 1)
         latent, rope = check_count(latent_dim, "latent_dim", 1), check_count(rope_dim, "rope_dim", 0)
+        check_kernel_name(kernel)
+        dtype = arrays.dtype_name(dtype)
         if device is not None and driver.unavailable():
             names = kernel if kernel != "auto" else implementation.fastest[0]
             return Support(names, f"no GPU can be used ({driver.unavailable()}); device=None asks for NumPy arrays")
-        return choose_kernel(implementation, kernel, heads, latent, rope, arrays.dtype_name(dtype), page_size, device)
+        return choose_kernel(implementation, kernel, heads, latent, rope, dtype, page_size, device)
 
     def warmup(*, kernel: str = "auto", num_heads: int, latent_dim: int = 512, rope_dim: int = 64, dtype: Any = "bfloat16",
                page_size: int = 1, deterministic: bool = False, device: int = 0) -> dict[str, float]:

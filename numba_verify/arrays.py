@@ -39,6 +39,7 @@ class ArrayView(NamedTuple):
     device: int | None
     library: str
     owner: Any
+    writable: bool = True
 
 
 def view(array: Any, name: str) -> ArrayView:
@@ -73,7 +74,7 @@ def _view_numpy(array: np.ndarray, name: str, library: str = "numpy") -> ArrayVi
         raise _bad_dtype(name, array.dtype)
     itemsize = array.dtype.itemsize
     strides = tuple(stride // itemsize if stride % itemsize == 0 else _bad_stride(name, stride, itemsize) for stride in array.strides)
-    return ArrayView(array.ctypes.data, array.shape, strides, dtype, None, library, array)
+    return ArrayView(array.ctypes.data, array.shape, strides, dtype, None, library, array, array.flags.writeable)
 
 
 def _view_torch(tensor: Any, name: str, torch: Any) -> ArrayView:
@@ -105,7 +106,7 @@ def _view_interface(array: Any, interface: dict, name: str) -> ArrayView:
     else:
         strides = tuple(s // itemsize if s % itemsize == 0 else _bad_stride(name, s, itemsize) for s in byte_strides)
     address = int(interface["data"][0] or 0)
-    return ArrayView(address, shape, strides, dtype, _ordinal_of(array, address), _library_of(array), array)
+    return ArrayView(address, shape, strides, dtype, _ordinal_of(array, address), _library_of(array), array, not interface["data"][1])
 
 
 def _view_jax(array: Any, name: str) -> ArrayView:
@@ -121,11 +122,11 @@ def _view_jax(array: Any, name: str) -> ArrayView:
 
 def _view_dlpack(array: Any, name: str) -> ArrayView:
     device_type, _ = array.__dlpack_device__()
-    if device_type == 1:  # kDLCPU
-        return _view_numpy(np.from_dlpack(array), name)
     from cuda.core.utils import StridedMemoryView
 
     try:
+        if device_type == 1:  # kDLCPU
+            return _view_numpy(np.from_dlpack(array), name)
         # -1: no synchronisation; ordering is the caller's stream, as contract section 3 item 10 demands
         memory = StridedMemoryView.from_dlpack(array, stream_ptr=-1)
     except (BufferError, TypeError, ValueError, RuntimeError) as error:
@@ -176,21 +177,28 @@ def is_contiguous(array: ArrayView) -> bool:
     return True
 
 
-def empty(shape: tuple[int, ...], dtype: str, like: ArrayView) -> Any:
-    """A new array of the same library and device as `like`, contents undefined."""
+def empty(shape: tuple[int, ...], dtype: str, like: ArrayView, stream: int) -> Any:
+    """A new array of the same library and device as `like`, contents undefined, that work on `stream` may fill at once.
+
+    torch and CuPy hand out memory that was freed a moment ago in the order of a stream, so they have to know which stream will write to it.
+    """
     if like.device is None:
         return np.empty(shape, NUMPY_DTYPE[dtype])
     if like.library == "torch":
         torch = sys.modules["torch"]
+        if stream != current_stream(like):
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=like.device)):
+                return torch.empty(shape, dtype=getattr(torch, dtype), device=f"cuda:{like.device}")
         return torch.empty(shape, dtype=getattr(torch, dtype), device=f"cuda:{like.device}")
     if like.library == "cupy":
         cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(like.device):
+        with cupy.cuda.Device(like.device), cupy.cuda.ExternalStream(stream, like.device):
             return cupy.empty(shape, NUMPY_DTYPE[dtype])
     if like.library == "jax":
         jax = sys.modules["jax"]
-        # device_put of a fresh host buffer: an array nobody else can hold, so that writing to it breaks no promise of JAX
-        return jax.device_put(np.empty(shape, NUMPY_DTYPE[dtype]), next(iter(like.owner.devices())))
+        # device_put of a fresh host buffer: an array nobody else can hold, so that writing to it breaks no promise of JAX. Waited for, since
+        # JAX copies on a stream of its own.
+        return jax.device_put(np.empty(shape, NUMPY_DTYPE[dtype]), next(iter(like.owner.devices()))).block_until_ready()
     from numba import cuda
 
     with cuda.gpus[like.device]:

@@ -7,21 +7,26 @@ arguments differ only in what an address is: an integer there, the array itself 
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Iterator, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from . import reference
-from .errors import UnsupportedError
+from .errors import NoDeviceError, UnsupportedError
 from .gpu import driver
 from .gpu.compile import KernelSource
 from .kernels import combine, expand, flash, naive, paged, schedule
-from .kernels.config import TILE_CONFIGS, Shape, TileConfig, choose_tile, unsupported_shape
+from .kernels.config import Shape, TileConfig, choose_tile, unsupported_shape
 from .memory import Workspace, align
 from .problem import IndexArrays, PlanSpec, Tensors
 
 #: Kernels of this version, fastest first: what "auto" looks through on a GPU.
 AVAILABLE = ("paged", "flash", "naive")
+#: bfloat16 conversions and cp.async begin with Ampere.
+OLDEST_CAPABILITY = (8, 0)
+#: A grid has at most 65,535 blocks in y, and `naive` puts 4 heads in a block.
+MAX_HEADS = 4 * 65_535
 #: SMs of the simulated device: enough that work is split and merged at shapes a simulator can run.
 SIMULATED_SMS = 4
 #: Blocks of `expand` per SM; it only moves a few bytes a row, so this is plenty to hide latency.
@@ -72,16 +77,26 @@ def support(kernel: str, num_heads: int, latent_dim: int, rope_dim: int, dtype: 
     """Why `kernel` cannot run so; the empty string when it can."""
     if kernel == "reference":
         return "" if device is None else "kernel='reference' runs on NumPy arrays only; copy the arrays to the host, or use kernel='paged'"
+    if num_heads > MAX_HEADS:
+        return f"num_heads={num_heads:,}: the kernels take at most {MAX_HEADS:,} heads"
     if kernel not in AVAILABLE:
         return f"kernel={kernel!r} is not part of this version; {', '.join(AVAILABLE)} would run"
     reason = unsupported_shape(latent_dim, rope_dim)
-    if not reason and device is not None and kernel != "naive":
-        info = driver.device_info(device)
+    if not reason and device is not None:
         try:
-            (tile or choose_tile(num_heads)).check_device(Shape(latent_dim, rope_dim, dtype), info.shared_bytes, info.name)
-        except UnsupportedError as error:
+            check_device(kernel, tile or choose_tile(num_heads), Shape(latent_dim, rope_dim, dtype), driver.device_info(device))
+        except (UnsupportedError, NoDeviceError) as error:
             reason = str(error)
     return reason
+
+
+def check_device(kernel: str, tile: TileConfig, shape: Shape, info: driver.DeviceInfo) -> None:
+    """UnsupportedError, with the numbers, when this GPU is too old or gives a block too little shared memory."""
+    if info.capability < OLDEST_CAPABILITY:
+        raise UnsupportedError(f"{info.name} has compute capability {info.capability[0]}.{info.capability[1]}, the kernels need 8.0 or later; "
+                               "NumPy arrays run anywhere")
+    if kernel != "naive":
+        tile.check_device(shape, info.shared_bytes, info.name)
 
 
 class ReferenceExecutor:
@@ -112,10 +127,14 @@ class KernelExecutor:
     def __init__(self, spec: PlanSpec, tile: TileConfig | None = None):
         self._spec = spec
         shape = Shape(spec.latent_dim, spec.rope_dim, spec.dtype)
-        self._tile = tile or choose_tile(spec.num_heads)
-        self._sources = kernel_sources(shape, self._tile, spec.num_heads, spec.deterministic)
+        self.tile = tile or choose_tile(spec.num_heads)
+        self._sources = kernel_sources(shape, self.tile, spec.num_heads, spec.deterministic)
         self.num_ctas, self._sm_count = self._grid_size()
-        self._fields, self.workspace_bytes = self._layout()
+        self._head_tiles = -(-spec.num_heads // self.tile.head_tile)
+        self._partials = 2 * self.num_ctas
+        if spec.deterministic:
+            self._partials = schedule.partial_slots(spec.max_batch, spec.max_total_q, spec.max_kv_tokens, self._head_tiles)
+        self.fields, self.workspace_bytes = self._layout()
         self._launchers = {name: _launcher(self._sources[name], spec.device) for name in launched_kernels(spec.kernel)}
 
     def _grid_size(self) -> tuple[int, int]:
@@ -126,7 +145,7 @@ class KernelExecutor:
         return info.sm_count * max(1, min(resident, TILE_BLOCKS_PER_SM)), info.sm_count
 
     def _layout(self) -> tuple[dict[str, Field], int]:
-        spec, tile = self._spec, self._tile
+        spec, tile = self._spec, self.tile
         sizes = {
             "requests": 8 * schedule.REQUEST_FIELDS * spec.max_batch,
             "ctas": 8 * schedule.CTA_FIELDS * (self.num_ctas + 1),
@@ -135,9 +154,8 @@ class KernelExecutor:
             "row_request": 4 * spec.max_total_q,
         }
         if spec.kernel == "paged":
-            partials = schedule.MAX_PIECES * spec.max_batch if spec.deterministic else 2 * self.num_ctas
-            sizes["partial_out"] = 4 * partials * tile.head_tile * spec.latent_dim
-            sizes["partial_lse"] = 4 * partials * tile.head_tile
+            sizes["partial_out"] = 4 * self._partials * tile.head_tile * spec.latent_dim
+            sizes["statistics"] = 8 * self._partials * tile.head_tile
         fields, offset = {}, 0
         for name, nbytes in sizes.items():
             fields[name] = Field(offset, align(max(nbytes, 1)))  # never empty: every array has an address
@@ -147,9 +165,9 @@ class KernelExecutor:
     def bind(self, workspace: Workspace) -> None:
         """Lay the plan's arrays into `workspace`, which the caller keeps alive."""
         if workspace.host is None:
-            self._place = {name: workspace.address + field.offset for name, field in self._fields.items()}
+            self._place = {name: workspace.address + field.offset for name, field in self.fields.items()}
         else:
-            self._place = {name: workspace.host[field.offset:field.offset + field.nbytes] for name, field in self._fields.items()}
+            self._place = {name: workspace.host[field.offset:field.offset + field.nbytes] for name, field in self.fields.items()}
 
     def update(self, indices: IndexArrays, stream: int) -> None:
         """Two launches: `schedule`, then `expand`."""
@@ -159,19 +177,20 @@ class KernelExecutor:
         def wide(array, bit):
             return bit if array is not None and array.dtype == "int64" else 0
 
-        head_tiles = -(-spec.num_heads // self._tile.head_tile)
+        # No entry at or after this one is read, whatever kv_indptr says.
+        entries = min(spec.max_kv_entries, indices.kv_indices.shape[0])
         widths = wide(indices.qo_indptr, 1) | wide(indices.kv_indptr, 2) | wide(lens, 4)
         flags = (lens is not None) | (0 if spec.draft_in_cache else 2)
         self._launchers["schedule"](stream, (1, 1), [
             at(indices.qo_indptr), at(indices.kv_indptr), at(lens), place["requests"], place["ctas"],
-            batch, spec.page_size, head_tiles, widths, int(flags), spec.max_total_q, spec.max_kv_entries, self.num_ctas])
+            batch, spec.page_size, self._head_tiles, widths, int(flags), spec.max_total_q, entries, self.num_ctas, self._partials])
         widths = wide(indices.kv_indptr, 1) | wide(indices.kv_indices, 2) | wide(indices.qo_indptr, 4)
         blocks = 1 if spec.device is None else EXPAND_BLOCKS_PER_SM * self._sm_count
         self._launchers["expand"](stream, (blocks, 1), [
             at(indices.qo_indptr), at(indices.kv_indptr), at(indices.kv_indices), at(tree.array),
             place["requests"], place["slots"], place["visibility"], place["row_request"],
-            batch, spec.page_size, schedule.TREE_KINDS.index(tree.kind), tree.stride, tree.row_width, spec.visibility_words, widths,
-            spec.max_total_q, spec.max_kv_entries])
+            batch, spec.page_size, schedule.TREE_KINDS.index(tree.kind), tree.stride, tree.length, spec.visibility_words, widths,
+            spec.max_total_q, entries])
 
     def run(self, tensors: Tensors, stream: int) -> None:
         """One launch; two for `paged`."""
@@ -187,9 +206,9 @@ class KernelExecutor:
         scalars = [np.float32(tensors.sm_scale), np.float32(tensors.logit_cap)]
         launch = self._launchers[spec.kernel]
         if spec.kernel == "paged":
-            partials = [place["partial_out"], place["partial_lse"]]
+            partials = [place["partial_out"], place["statistics"]]
             launch(stream, (self.num_ctas, 1), arrays + partials + numbers + [rows] + scalars)
-            self._launchers["combine"](stream, (self.num_ctas, self._tile.head_tile), [
+            self._launchers["combine"](stream, (self.num_ctas, self.tile.head_tile), [
                 out, lse, place["requests"], place["ctas"], *partials,
                 tensors.out_row_stride, tensors.out_head_stride, spec.num_heads, flags, rows, self.num_ctas])
         else:

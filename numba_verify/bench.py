@@ -34,7 +34,8 @@ class Workload:
         self.total_q, self.sm_scale = rows, 576 ** -0.5
         self.parents = shapes.draft_tree(shape)
         self.visible_drafts = int(DraftTree.from_lists([self.parents]).depth.sum()) + shape.drafts
-        self.pools = [tiled(block, tokens, ordinal) for _ in range(max(1, math.ceil(COLD_BYTES / (tokens * 1152))))]
+        l2_bytes = driver.device_info(ordinal).l2_bytes
+        self.pools = [tiled(block, tokens, ordinal) for _ in range(max(1, math.ceil(max(COLD_BYTES, 2 * l2_bytes) / (tokens * 1152))))]
         self.q = tiled(block.reshape(-1)[:rows * shape.heads * 576].reshape(-1, 576), rows * shape.heads, ordinal)
         self.q = DeviceArray(self.q.buffer, (rows, shape.heads, 576), bf16)
         self.out, self.lse = empty((rows, shape.heads, 512), bf16, ordinal), empty((rows, shape.heads), np.float32, ordinal)

@@ -17,13 +17,14 @@ MAX_NOTEBOOK_DRAWINGS = 4
 MAX_INDENT = 48
 
 
-def to_text(tree):
+def to_text(tree, with_mask=True):
     """All different trees of the batch in box-drawing lines, each node with its row of the mask."""
     groups = _groups(tree)
-    parts = [f"{_count(tree.batch_size, 'request')}, {_count(tree.num_nodes, 'draft token')}   ■ sees   □ does not see"]
+    legend = "   ■ sees   □ does not see" if with_mask else ""
+    parts = [f"{_count(tree.batch_size, 'request')}, {_count(tree.num_nodes, 'draft token')}{legend}"]
     for requests in groups[:MAX_TEXT_DRAWINGS]:
         parts.append(f"\n{_names(requests)}: {_summary(tree, requests[0])}")
-        parts.extend(_text_lines(tree, requests[0]))
+        parts.extend(_text_lines(tree, requests[0], with_mask))
     if len(groups) > MAX_TEXT_DRAWINGS:
         parts.append(f"\nand {len(groups) - MAX_TEXT_DRAWINGS} more trees")
     return "\n".join(parts)
@@ -125,20 +126,26 @@ def _summary(tree, request):
     return f"{_count(len(depth), 'draft token')}, depth {depth.max()}" + (f", {roots} roots" if roots > 1 else "")
 
 
-def _text_lines(tree, request):
+def _text_lines(tree, request, with_mask):
     parents = tree.parents[tree.rows(request)]
     shown = min(len(parents), MAX_TEXT_NODES)
     if shown == 0:
         return []
     labels = _outline(parents[:shown])
-    width = max(len(label) for _, label in labels) + 4
-    gap = " " if shown <= 32 else ""
-    mask = tree.mask(request)
-    lines = [" " * width + row for row in _column_numbers(shown, gap)]
-    for node, label in labels:
-        lines.append(label.ljust(width) + gap.join("■" if seen else "□" for seen in mask[node, :shown]))
+    lines = _masked_lines(labels, tree.mask(request)[:, :shown]) if with_mask else [label for _, label in labels]
     if shown < len(parents):
         lines.append(f"(the first {shown} of {len(parents)} draft tokens; to_svg({request}) draws them all)")
+    return lines
+
+
+def _masked_lines(labels, mask):
+    """The outline with each node's row of the mask beside it, below a line of column numbers."""
+    shown = mask.shape[1]
+    width = max(len(label) for _, label in labels) + 4
+    gap = " " if shown <= 32 else ""
+    lines = [" " * width + row for row in _column_numbers(shown, gap)]
+    for node, label in labels:
+        lines.append(label.ljust(width) + gap.join("■" if seen else "□" for seen in mask[node]))
     return lines
 
 

@@ -6,10 +6,12 @@ cannot run, and how an executor of a spec is made.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import OrderedDict
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +20,22 @@ from .arrays import ArrayView, view
 from .errors import UnsupportedError
 from .gpu import driver
 from .memory import Workspace
-from .problem import (IndexArrays, PlanSpec, TreeInput, check_contiguous, check_count, check_device, check_index_array, check_kernel_name,
-                      check_lse, check_rows, check_tensors)
+from .problem import (
+    MAX_DRAFT_TOKENS,
+    VALUE_DTYPES,
+    IndexArrays,
+    PlanSpec,
+    TreeInput,
+    check_contiguous,
+    check_count,
+    check_device,
+    check_index_array,
+    check_kernel_name,
+    check_lse,
+    check_rows,
+    check_tensors,
+    check_writable,
+)
 from .tree import DraftTree
 
 
@@ -112,7 +128,7 @@ class Plan:
         qo = check_index_array(qo_indptr, "qo_indptr", spec.device)
         handle = _stream_of(stream, qo)
         host_tree = tree if isinstance(tree, DraftTree) else None
-        if spec.device is not None and (host_tree is not None or self._validate) and driver.is_capturing(handle):
+        if (host_tree is not None or self._validate) and is_capturing(handle, spec.device):
             raise ValueError("update: a host DraftTree cannot be captured in a CUDA graph; pass device parents, bits or a mask instead"
                              if host_tree is not None else
                              "update: validate=True synchronises and cannot be captured; plan with validate=False")
@@ -145,7 +161,7 @@ class Plan:
             address = self._tree_buffer.address
             driver.copy_to_device(address, bits, stream)
         array = ArrayView(address, bits.shape, arrays.contiguous_strides(bits.shape), "uint32", self.spec.device, "numpy", bits)
-        return TreeInput("bits", array, words, words)
+        return TreeInput("bits", array, words, bits.size)
 
     def run(self, q: Any, kv_cache: Any, *, sm_scale: float, draft_kv: Any = None, logit_cap: float = 0.0, out: Any = None, lse: Any = None,
             return_lse: bool = False, stream: Any = None) -> Any:
@@ -158,31 +174,30 @@ class Plan:
         """
         spec = self.spec
         queries = check_rows(q, "q", spec, (spec.num_heads, spec.row_dim))
-        if self._host_rows > queries.shape[0]:
-            raise ValueError(f"q: expected at least {self._host_rows} rows, one a node of the planned tree, got {queries.shape[0]}")
         handle = _stream_of(stream, queries)
         given_out = out is not None
         if given_out:
             out_view = check_rows(out, "out", spec, (spec.num_heads, spec.latent_dim))
+            check_writable(out_view, "out")
         lse_view = check_lse(lse, spec) if lse is not None else None
-        for got, name in ((out_view if given_out else None, "out"), (lse_view, "lse")):
-            if got is not None and got.shape[0] < self._host_rows:
-                raise ValueError(f"{name}: expected at least {self._host_rows} rows, one a node of the planned tree, got {got.shape[0]}")
         if not given_out:
             # a stand-in with the right layout, so that the remaining checks come before anything is allocated
             shape = (queries.shape[0], spec.num_heads, spec.latent_dim)
             out_view = queries._replace(shape=shape, strides=arrays.contiguous_strides(shape))
         tensors = check_tensors(spec, queries, kv_cache, draft_kv, out_view, lse_view, sm_scale, logit_cap)
+        for got, name in ((queries, "q"), (out_view, "out"), (lse_view, "lse"), (tensors.draft_kv, "draft_kv")):
+            if got is not None and got.shape[0] < self._host_rows:
+                raise ValueError(f"{name}: expected at least {self._host_rows} rows, one a node of the planned tree, got {got.shape[0]}")
         with _on(spec.device):
             if self._validate:
-                if spec.device is not None and driver.is_capturing(handle):
+                if is_capturing(handle, spec.device):
                     raise ValueError("run: validate=True synchronises and cannot be captured; plan with validate=False")
                 validation.check_run(self._checked, tensors)
             if not given_out:
-                out = arrays.empty(out_view.shape, spec.dtype, queries)
+                out = arrays.empty(out_view.shape, spec.dtype, queries, handle)
                 tensors = tensors._replace(out=view(out, "out"))
             if lse is None and return_lse:
-                lse = arrays.empty((queries.shape[0], spec.num_heads), "float32", queries)
+                lse = arrays.empty((queries.shape[0], spec.num_heads), "float32", queries, handle)
                 tensors = tensors._replace(lse=view(lse, "lse"))
             self._executor.run(tensors, handle)
         return (out, lse) if lse is not None else out
@@ -201,9 +216,18 @@ def _on(device: int | None):
 
 
 def _stream_of(stream: Any, array: ArrayView) -> int:
+    handle = None if stream is None else arrays.stream_handle(stream)
     if array.device is None:
         return 0
-    return arrays.current_stream(array) if stream is None else arrays.stream_handle(stream)
+    return arrays.current_stream(array) if handle is None else handle
+
+
+def is_capturing(stream: int, device: int | None) -> bool:
+    """True while `stream` of GPU `device` records a CUDA graph; never for the host."""
+    if device is None:
+        return False
+    with driver.context(device):
+        return driver.is_capturing(stream)
 
 
 def check_batch(qo: ArrayView, kv_ptr: ArrayView, lens: ArrayView | None, page_size: int) -> int:
@@ -228,20 +252,16 @@ def check_tree(tree: Any, spec: PlanSpec, batch: int) -> TreeInput:
         if tree.batch_size != batch:
             raise ValueError(f"tree: expected {batch} requests like qo_indptr, got a DraftTree of {tree.batch_size}")
         _check_tree_rows(tree.num_nodes, spec)
-        return TreeInput("bits", None, tree.visibility.shape[1], tree.visibility.shape[1])
+        return TreeInput("bits", None, tree.visibility.shape[1], tree.visibility.size)
     got = view(tree, "tree")
     check_device(got, "tree", spec.device)
     check_contiguous(got, "tree")
     kind = _tree_kind(got)
     if kind in ("parents", "bits"):
         _check_tree_rows(got.shape[0], spec)
-    if kind == "bits":
-        return TreeInput(kind, got, got.shape[1], got.shape[1])
-    if kind == "dense":
-        if got.shape[0] < batch or got.shape[1] != got.shape[2]:
-            raise ValueError(f"tree: expected a mask [>= {batch}, N, N], got {list(got.shape)}")
-        return TreeInput(kind, got, got.shape[1], got.shape[1])
-    return TreeInput(kind, got, 0, got.shape[0] if kind == "full_mask" else 0)
+    if kind == "dense" and (got.shape[0] < batch or got.shape[1] != got.shape[2]):
+        raise ValueError(f"tree: expected a mask [>= {batch}, N, N], got {list(got.shape)}")
+    return TreeInput(kind, got, got.shape[1] if kind in ("bits", "dense") else 0, math.prod(got.shape))
 
 
 def _check_tree_rows(rows: int, spec: PlanSpec) -> None:
@@ -290,8 +310,8 @@ class PlanArguments(NamedTuple):
     max_kv_entries: int | None
 
 
-def make_spec(implementation: Implementation, qo: ArrayView, kv_indices: ArrayView, tree: Any, given: PlanArguments) -> PlanSpec:
-    """Check the arguments of `plan` and fill in capacities from the arrays."""
+def make_spec(implementation: Implementation, qo: ArrayView, kv_indices: ArrayView, tree: Any, given: PlanArguments, stream: int) -> PlanSpec:
+    """Check the arguments of `plan` and fill in capacities from the arrays; where only qo_indptr knows, it is read in the order of `stream`."""
     num_heads, page_size = check_count(given.num_heads, "num_heads", 1), check_count(given.page_size, "page_size", 1)
     latent, rope = check_count(given.latent_dim, "latent_dim", 1), check_count(given.rope_dim, "rope_dim", 0)
     dtype = arrays.dtype_name(given.dtype)
@@ -299,6 +319,8 @@ def make_spec(implementation: Implementation, qo: ArrayView, kv_indices: ArrayVi
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(f"{name}: expected True or False, got {flag!r}")
     batch = qo.shape[0] - 1
+    if batch < 0:
+        raise ValueError("qo_indptr: expected at least one entry (batch + 1), got 0")
     chosen = choose_kernel(implementation, given.kernel, num_heads, latent, rope, dtype, page_size, qo.device)
     if not chosen:
         raise UnsupportedError(f"{implementation.name}: {chosen.reason}")
@@ -306,8 +328,11 @@ def make_spec(implementation: Implementation, qo: ArrayView, kv_indices: ArrayVi
     if rows is None:
         rows = tree_rows(tree, batch)
     if rows is None:  # a chain or a flat mask: only qo_indptr itself knows how many rows there are
-        rows = int(validation.to_host(qo, _stream_of(None, qo))[-1]) if batch >= 0 and qo.shape[0] else 0
-    max_batch = max(batch, 0) if given.max_batch is None else check_count(given.max_batch, "max_batch", 0)
+        rows = int(validation.to_host(qo, stream)[-1])
+        if not 0 <= rows <= batch * MAX_DRAFT_TOKENS:
+            raise ValueError(f"qo_indptr: expected a last entry from 0 to {batch * MAX_DRAFT_TOKENS} ({MAX_DRAFT_TOKENS} draft tokens a request), "
+                             f"got {rows} at position {batch}")
+    max_batch = batch if given.max_batch is None else check_count(given.max_batch, "max_batch", 0)
     entries = kv_indices.shape[0] if given.max_kv_entries is None else check_count(given.max_kv_entries, "max_kv_entries", 0)
     return PlanSpec(num_heads, latent, rope, dtype, page_size, bool(given.draft_in_cache), chosen.kernel, bool(given.deterministic),
                     max(max_batch, 1), max(check_count(rows, "max_total_q", 0), 1), max(entries, 1), qo.device)
@@ -318,9 +343,10 @@ def make_plan(implementation: Implementation, qo_indptr: Any, kv_indptr: Any, kv
     """`plan` of an implementation: check, allocate, and lay out the first step."""
     qo, pages = check_index_array(qo_indptr, "qo_indptr"), check_index_array(kv_indices, "kv_indices")
     check_device(pages, "kv_indices", qo.device)
-    if qo.device is not None and driver.is_capturing(_stream_of(stream, qo)):
+    handle = _stream_of(stream, qo)
+    if is_capturing(handle, qo.device):
         raise ValueError("plan: it allocates and cannot be captured in a CUDA graph; plan before the capture, and capture update and run")
-    spec = make_spec(implementation, qo, pages, tree, given)
+    spec = make_spec(implementation, qo, pages, tree, given, handle)
     plan = Plan(implementation, spec, default_validate() if validate is None else bool(validate))
     plan.update(qo_indptr, kv_indptr, kv_indices, tree=tree, kv_lens=kv_lens, stream=stream)
     return plan
@@ -329,6 +355,13 @@ def make_plan(implementation: Implementation, qo_indptr: Any, kv_indptr: Any, kv
 #: Plans `verify_mla` keeps a thread: enough for a model's few shapes, few enough that forgotten ones do not hold much memory.
 KEPT_PLANS = 8
 _kept = threading.local()
+# Plans that a CUDA graph was recorded with: it has their addresses, and nobody can tell when it is gone.
+_captured: set[Plan] = set()
+
+
+def _room(count: int) -> int:
+    """Capacity of a kept plan: the next power of two, so that a list that grows by a token a step does not want a new plan every step."""
+    return 1 << max(count - 1, 0).bit_length()
 
 
 def verify_once(implementation: Implementation, q: Any, kv_cache: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, *, tree: Any,
@@ -338,24 +371,29 @@ def verify_once(implementation: Implementation, q: Any, kv_cache: Any, qo_indptr
     queries = view(q, "q")
     if len(queries.shape) != 3:
         raise ValueError(f"q: expected shape [rows, heads, latent_dim + rope_dim], got {list(queries.shape)}")
+    if queries.dtype not in VALUE_DTYPES:
+        raise TypeError(f"q: expected {', '.join(VALUE_DTYPES)}, got {queries.dtype}")
     qo, pages = check_index_array(qo_indptr, "qo_indptr", queries.device), check_index_array(kv_indices, "kv_indices", queries.device)
     batch = qo.shape[0] - 1
-    rope = queries.shape[2] - check_count(latent_dim, "latent_dim", 1) if rope_dim is None else rope_dim
+    latent_dim = check_count(latent_dim, "latent_dim", 1)
+    rope = queries.shape[2] - latent_dim if rope_dim is None else check_count(rope_dim, "rope_dim", 0)
     if rope < 0 or latent_dim + rope != queries.shape[2]:
         raise ValueError(f"q: expected a last dimension of latent_dim + rope_dim = {latent_dim + max(rope, 0)}, got {queries.shape[2]}")
     rows = max(queries.shape[0], tree_rows(tree, batch) or 0)
-    given = PlanArguments(queries.shape[1], latent_dim, rope, queries.dtype, page_size, draft_kv is None, kernel, deterministic,
-                          None, rows, None)
-    spec = make_spec(implementation, qo, pages, tree, given)
-    checking = default_validate() if validate is None else bool(validate)
     handle = _stream_of(stream, queries)
+    given = PlanArguments(queries.shape[1], latent_dim, rope, queries.dtype, page_size, draft_kv is None, kernel, deterministic,
+                          _room(batch), _room(rows), _room(pages.shape[0]))
+    spec = make_spec(implementation, qo, pages, tree, given, handle)
+    checking = default_validate() if validate is None else bool(validate)
     plans: OrderedDict[Any, Plan] = _kept.__dict__.setdefault("plans", OrderedDict())
     key = (implementation.name, spec, checking, handle)
-    plan = plans.pop(key, None)
+    plan, capturing = plans.pop(key, None), is_capturing(handle, spec.device)
     if plan is None:
-        if spec.device is not None and driver.is_capturing(handle):
+        if capturing:
             raise ValueError("verify_mla: the first call of a shape allocates and cannot be captured; call it once before the capture, or use plan")
         plan = Plan(implementation, spec, checking)
+    if capturing:
+        _captured.add(plan)
     plans[key] = plan
     while len(plans) > KEPT_PLANS:
         plans.popitem(last=False)

@@ -10,12 +10,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .arrays import ITEMSIZE, ArrayView, is_contiguous, view
 from .kernels.config import MAX_DRAFT_TOKENS as MAX_DRAFT_TOKENS
 
 KERNELS = ("naive", "flash", "paged", "mma", "wgmma", "reference")
 VALUE_DTYPES = ("bfloat16", "float16", "float32")
 INDEX_DTYPES = ("int32", "int64")
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,12 @@ class PlanSpec:
 
 
 class TreeInput(NamedTuple):
-    """A tree in one of the forms of the contract. `stride`: "bits" words from row to row; "dense" N; else 0."""
+    """A tree in one of the forms of the contract. `stride`: "bits" words from row to row; "dense" N; else 0. `length`: its elements."""
 
     kind: str  # "causal", "parents", "bits", "dense", "full_mask"
     array: ArrayView | None
     stride: int
-    row_width: int  # "bits": words present in a row; "dense": N; "full_mask": bytes in all; else 0
+    length: int
 
 
 class IndexArrays(NamedTuple):
@@ -106,13 +109,16 @@ def check_count(value: Any, name: str, minimum: int) -> int:
 
 
 def check_scalar(value: Any, name: str) -> float:
-    """`value` as a finite float; TypeError or ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
+    """`value` as a float that is finite in float32, in which kernels compute; TypeError or ValueError otherwise."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    value = float(value)
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite number, got {value}")
-    return value
+    try:
+        number = float(value)
+    except OverflowError:  # an int of hundreds of digits
+        number = math.inf
+    if not abs(number) <= FLOAT32_MAX:
+        raise ValueError(f"{name}: expected a finite number, got {number}" + ("" if not math.isfinite(number) else ", beyond float32"))
+    return number
 
 
 def check_kernel_name(kernel: Any) -> str:
@@ -136,8 +142,20 @@ def check_index_array(array: Any, name: str, device: int | None | str = "any") -
 
 
 def check_contiguous(array: ArrayView, name: str) -> None:
+    """A whole array without gaps, on a boundary of its own elements."""
     if not is_contiguous(array):
         raise ValueError(f"{name}: expected a contiguous array, got strides {array.strides} for shape {array.shape}; make it contiguous")
+    if array.address % ITEMSIZE[array.dtype]:
+        raise ValueError(f"{name}: expected an alignment of {ITEMSIZE[array.dtype]} B for {array.dtype}, got address {array.address:#x}; copy it")
+
+
+def check_writable(array: ArrayView, name: str) -> None:
+    """An array that results go to: writable, and with a place of its own for every row and head."""
+    if not array.writable:
+        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+    for extent, stride in zip(array.shape, array.strides, strict=True):
+        if extent > 1 and stride == 0:
+            raise ValueError(f"{name}: expected strides that are not 0, got {array.strides} for shape {list(array.shape)}: its rows overlap")
 
 
 def check_device(array: ArrayView, name: str, device: int | None) -> None:
@@ -230,4 +248,5 @@ def check_lse(array: Any, spec: PlanSpec) -> ArrayView:
         raise TypeError(f"lse: expected float32, got {got.dtype}")
     check_contiguous(got, "lse")
     check_device(got, "lse", spec.device)
+    check_writable(got, "lse")
     return got

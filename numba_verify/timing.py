@@ -8,11 +8,12 @@ between two events: microseconds per call = replay time / calls. The figure is t
 from __future__ import annotations
 
 import statistics
-from typing import Callable, NamedTuple, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from .gpu import driver
 
-#: Bytes the rotated pools must hold together: more than twice the largest L2 of the GPUs served (128 MB on RTX PRO 6000 would want 256).
+#: Bytes the rotated pools hold together at least; twice the L2 cache where that is more.
 COLD_BYTES = 160 << 20
 
 

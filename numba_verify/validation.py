@@ -93,15 +93,15 @@ def _check_tree(spec: PlanSpec, indices: IndexArrays, host_tree: DraftTree | Non
     if tree.kind == "full_mask":
         prefix = tokens - counts if spec.draft_in_cache else tokens
         need = int((counts * (prefix + counts)).sum())
-        if tree.row_width < need:
-            raise ValueError(f"tree: a full mask of these lengths has {need} entries, got {tree.row_width}")
-    elif tree.kind == "dense" and tree.row_width < most:
-        raise ValueError(f"tree: expected a mask [bs, N, N] with N >= {most}, the most draft tokens of a request, got N = {tree.row_width}")
+        if tree.length < need:
+            raise ValueError(f"tree: a full mask of these lengths has {need} entries, got {tree.length}")
+    elif tree.kind == "dense" and tree.stride < most:
+        raise ValueError(f"tree: expected a mask [bs, N, N] with N >= {most}, the most draft tokens of a request, got N = {tree.stride}")
     elif tree.kind in ("parents", "bits"):
         if tree.array.shape[0] < qo[-1]:
             raise ValueError(f"tree: expected at least {qo[-1]} rows (qo_indptr[-1]), got {tree.array.shape[0]}")
-        if tree.kind == "bits" and tree.row_width * 32 < most:
-            raise ValueError(f"tree: expected at least {-(-most // 32)} words a row for {most} draft tokens, got {tree.row_width}")
+        if tree.kind == "bits" and tree.stride * 32 < most:
+            raise ValueError(f"tree: expected at least {-(-most // 32)} words a row for {most} draft tokens, got {tree.stride}")
         if tree.kind == "parents":
             # DraftTree refuses what is out of range or cyclic, naming request, node and value.
             DraftTree.from_parents(to_host(tree.array, stream)[:qo[-1]], qo.astype(np.int32))

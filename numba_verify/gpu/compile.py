@@ -15,12 +15,13 @@ import re
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Iterator
+from typing import Any
 
 from ..errors import UnsupportedError
 
@@ -79,7 +80,11 @@ def cache_directory() -> Path:
     chosen = os.environ.get("NUMBA_VERIFY_CACHE_DIR")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba_verify" / "cubin"
+    try:
+        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user with no home directory, as containers have them
+        user = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return user / "numba_verify" / "cubin"
 
 
 @functools.cache
@@ -101,6 +106,10 @@ def toolchain_versions() -> dict[str, str]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "absent"
+    # Where a CUDA toolkit stands in for the wheels, only the library itself knows its version.
+    from cuda.bindings import nvjitlink
+
+    versions["nvJitLink library"] = ".".join(map(str, nvjitlink.version()))
     return versions
 
 
@@ -208,7 +217,7 @@ def lower(source: KernelSource, arch: str, output: str) -> bytes | str:
     capability = _capability(arch)
     with _pretended_device(capability):
         code, _ = cuda.compile(kernel, signature, device=False, abi="numba", output=output, cc=capability,
-                               launch_bounds=(source.threads, source.min_blocks))
+                               launch_bounds=(source.threads, source.min_blocks), opt=True, debug=False, lineinfo=False)
     return code
 
 
@@ -234,12 +243,15 @@ def _parse_report(log: str, source: KernelSource) -> Resources:
     return Resources(int(registers.group(1)), *map(int, frame.groups()), source.shared_bytes)
 
 
+def cached_files() -> list[Path]:
+    """The files of the disk cache; files of others in the same folder are not among them."""
+    return [path for path in cache_directory().glob("*") if re.fullmatch(r"[0-9a-f]{40}\.(cubin|json)", path.name)]
+
+
 def clear_cache() -> int:
     """Delete every file of the disk cache; how many there were."""
-    count = 0
-    for path in cache_directory().glob("*"):
-        if path.suffix in (".cubin", ".json"):
-            path.unlink(missing_ok=True)
-            count += 1
+    paths = cached_files()
+    for path in paths:
+        path.unlink(missing_ok=True)
     _memory.clear()
-    return count
+    return len(paths)

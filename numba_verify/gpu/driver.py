@@ -7,8 +7,9 @@ Nothing here is touched at import, so the package imports on a machine with no d
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -124,9 +125,31 @@ def context(ordinal: int) -> Iterator[None]:
             call("cuCtxSetCurrent", before)
 
 
+def prepare_kernel(kernel: int, nbytes: int, ordinal: int) -> None:
+    """Let `kernel` (a CUkernel) be launched on GPU `ordinal` with `nbytes` of dynamic shared memory, and load its code there now: the
+    driver loads lazily, and a first launch under stream capture is no time to allocate."""
+    driver = _driver()
+    if nbytes > 48 * 1024:  # beyond 48 KB a launch fails unless the kernel has asked for it
+        call("cuKernelSetAttribute", driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes, kernel,
+             call("cuDeviceGet", ordinal))
+    call("cuFuncLoad", call("cuKernelGetFunction", kernel))
+
+
 def ordinal_of_pointer(address: int) -> int:
     """Which GPU the memory at `address` belongs to. DriverError when it is no device memory."""
     return int(call("cuPointerGetAttribute", _driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
+
+
+@contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Allocating and freeing are refused while any stream of the process records a graph in global mode, which is no business of ours:
+    another thread may record one, and the garbage collector may free at any time."""
+    relaxed = _driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
 
 
 class DeviceBuffer:
@@ -136,29 +159,29 @@ class DeviceBuffer:
         self.ordinal, self.nbytes = ordinal, nbytes
         with context(ordinal):
             # Never 0 bytes: an address that exists keeps the alignment checks of both implementations free of special cases.
-            self.address = int(call("cuMemAlloc", max(nbytes, 256)))
+            with _relaxed_capture():
+                self.address = int(call("cuMemAlloc", max(nbytes, 256)))
 
     def __del__(self):
         address = getattr(self, "address", 0)
         if not address:
             return
         try:
-            driver = _driver()
-            with context(self.ordinal):
-                # cuMemFree is refused while any stream of the process is capturing in global mode; a garbage collector may run then.
-                relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-                before = call("cuThreadExchangeStreamCaptureMode", relaxed)
-                try:
-                    call("cuMemFree", address)
-                finally:
-                    call("cuThreadExchangeStreamCaptureMode", before)
+            with context(self.ordinal), _relaxed_capture():
+                call("cuMemFree", address)
         except (DriverError, TypeError, AttributeError, ImportError):
             pass  # the interpreter or the driver is shutting down and takes the memory with it
 
 
 def is_capturing(stream: int) -> bool:
-    """True while `stream` records a CUDA graph."""
-    status = call("cuStreamIsCapturing", stream)
+    """True while `stream` of the current device records a CUDA graph. ValueError for the legacy default stream while another records one."""
+    try:
+        status = call("cuStreamIsCapturing", stream)
+    except DriverError as error:
+        if "CAPTURE_IMPLICIT" not in str(error):
+            raise
+        raise ValueError("stream: the legacy default stream cannot be used while another stream records a CUDA graph; "
+                         "pass the recording stream or a stream of your own") from error
     return status != _driver().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 

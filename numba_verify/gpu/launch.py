@@ -24,10 +24,7 @@ class LoadedKernel:
         self.cubin = cubin or compile_kernel(source, driver.device_info(ordinal).arch)
         with driver.context(ordinal):
             self._kernel = ObjectCode.from_cubin(self.cubin.code).get_kernel(self.cubin.symbol)
-            if source.shared_bytes > 48 * 1024:  # beyond 48 KB a launch fails unless the kernel has asked for it
-                kinds = driver._driver().CUfunction_attribute
-                driver.call("cuKernelSetAttribute", kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, source.shared_bytes,
-                            int(self._kernel.handle), driver.call("cuDeviceGet", ordinal))
+            driver.prepare_kernel(int(self._kernel.handle), source.shared_bytes, ordinal)
         self._configs: dict[tuple[int, ...], Any] = {}
 
     def launch(self, stream: int, grid: tuple[int, ...], arguments: list) -> None:

@@ -2,19 +2,34 @@
 
     grid (CTAs, HT), 128 threads: block (p, h) merges head row h of every cut tile whose first piece CTA p holds
 
-    out = sum_k w_k * partial_k / sum_k w_k      w_k = exp(lse_k - max lse), k in key order, always from left to right
-    lse = max lse + ln sum_k w_k                 all lse_k -inf (nobody saw anything): out 0, lse -inf
+    out = sum_k w_k * partial_k / sum_k w_k      w_k = sum_k * exp(max_k - max), k in key order, always from left to right
+    lse = max + ln sum_k w_k                     all sums 0 (nobody saw anything): out 0, lse -inf
+    thread t          columns t, t + 128, ...: one pass over the pieces for all of them
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from .elements import elements
 from .paged import PagedConfig
-from .schedule import (CTA_COUNT, CTA_FIELDS, CTA_REQUEST, CTA_TILE, CTA_UNIT, FLAG_LSE, KV_LEN, PIECE_BEGIN, Q_BEGIN, Q_LEN,
-                       REQUEST_FIELDS, UNIT_BEGIN, work_split)
+from .schedule import (
+    CTA_COUNT,
+    CTA_FIELDS,
+    CTA_REQUEST,
+    CTA_TILE,
+    CTA_UNIT,
+    FLAG_LSE,
+    KV_LEN,
+    PIECE_BEGIN,
+    Q_BEGIN,
+    Q_LEN,
+    REQUEST_FIELDS,
+    UNIT_BEGIN,
+    work_split,
+)
 from .tile import LN_2, LOG2_E
 
 THREADS = 128
@@ -41,6 +56,8 @@ def build(lang: Any, config: CombineConfig) -> Callable:
     tag, store = element.tag, element.store
     blocks_of, piece_of, deterministic = split.blocks, split.piece, paged.deterministic
     head_tile, latent, threads = paged.tile.head_tile, paged.shape.latent_dim, THREADS
+    columns = -(-latent // threads)
+    unroll, new_values = lang.unroll, lang.local_array(columns, f32)
     minus_infinity, log2e, ln2 = float32(-float("inf")), float32(LOG2_E), float32(LN_2)
 
     @lang.device
@@ -68,11 +85,45 @@ def build(lang: Any, config: CombineConfig) -> Callable:
                 count = count + int64(1)
         return count
 
-    def combine(out_address, lse_address, requests_address, ctas_address, partial_address, partial_lse_address,
+    @lang.device
+    def merge(partial, statistics, count, p, piece0, h, t, out, out_at, lse, lse_at, wants_lse):
+        """One head row: every thread its columns, in one pass over the pieces."""
+        peak = minus_infinity
+        for k in range(count):
+            peak = maximum(peak, statistics[(uint64(slot_of(int64(k), p, piece0)) * uint64(head_tile) + h) * uint64(2)])
+        base = peak if peak > minus_infinity else float32(0)
+        value, total = new_values(), float32(0)
+        for c in range(columns):
+            unroll()
+            value[c] = float32(0)
+        for k in range(count):
+            at = uint64(slot_of(int64(k), p, piece0)) * uint64(head_tile) + h
+            weight = statistics[at * uint64(2) + uint64(1)] * exp2((statistics[at * uint64(2)] - base) * log2e)
+            total = total + weight
+            for c in range(columns):
+                unroll()
+                column = t + uint32(c * threads)
+                if column < uint32(latent):
+                    value[c] = value[c] + weight * partial[at * uint64(latent) + uint64(column)]
+        for c in range(columns):
+            unroll()
+            column = t + uint32(c * threads)
+            result = float32(0)
+            if total != float32(0):
+                result = value[c] / total
+            if column < uint32(latent):
+                store(out, out_at + uint64(column), result)
+        if wants_lse != 0 and t == uint32(0):
+            result = minus_infinity
+            if total != float32(0):
+                result = base + log2(total) * ln2
+            lse[lse_at] = result
+
+    def combine(out_address, lse_address, requests_address, ctas_address, partial_address, statistics_address,
                 out_row, out_head, num_heads, flags, num_rows, num_ctas):
         t, p, h = tid(), int64(block_x()), uint64(block_y())
         requests, ctas = pointer(requests_address, i64), pointer(ctas_address, i64)
-        partial, partial_lse = pointer(partial_address, f32), pointer(partial_lse_address, f32)
+        partial, statistics = pointer(partial_address, f32), pointer(statistics_address, f32)
         head_tiles = (num_heads + int64(head_tile - 1)) // int64(head_tile)
         cta = p * CTA_FIELDS
         r, tile, unit, left = ctas[cta + CTA_REQUEST], ctas[cta + CTA_TILE], ctas[cta + CTA_UNIT], ctas[cta + CTA_COUNT]
@@ -83,34 +134,16 @@ def build(lang: Any, config: CombineConfig) -> Callable:
                 r, tile = r + int64(1), int64(0)
             else:
                 units = blocks_of(requests[table + KV_LEN])
-                length = piece_of(tiles, units)
+                length = piece_of(tiles, units, requests[table + PIECE_BEGIN])
                 row = uint64(requests[table + Q_BEGIN] + tile // head_tiles)
                 head = uint64(tile % head_tiles) * uint64(head_tile) + h
                 taken = units - unit if units - unit < left else left
                 cut = length < units or taken < units  # in pieces by rule, or by the end of this share
                 if unit == int64(0) and cut and head < uint64(num_heads) and row < uint64(num_rows):
                     count = piece_count(ctas, requests, p, table, tile, units, length)
-                    piece0 = requests[table + PIECE_BEGIN] + tile * count
-                    peak = minus_infinity
-                    for k in range(count):
-                        peak = maximum(peak, partial_lse[uint64(slot_of(int64(k), p, piece0)) * uint64(head_tile) + h])
-                    base = peak if peak > minus_infinity else float32(0)
-                    for column in range(t, latent, threads):
-                        total, value = float32(0), float32(0)
-                        for k in range(count):
-                            at = uint64(slot_of(int64(k), p, piece0)) * uint64(head_tile) + h
-                            weight = exp2((partial_lse[at] - base) * log2e)
-                            total = total + weight
-                            value = value + weight * partial[at * uint64(latent) + uint64(column)]
-                        result = float32(0)
-                        if total != float32(0):
-                            result = value / total
-                        store(pointer(out_address, tag), row * uint64(out_row) + head * uint64(out_head) + uint64(column), result)
-                        if column == 0 and (flags & FLAG_LSE) != 0:
-                            value = minus_infinity
-                            if total != float32(0):
-                                value = base + log2(total) * ln2
-                            pointer(lse_address, f32)[row * uint64(num_heads) + head] = value
+                    merge(partial, statistics, count, p, requests[table + PIECE_BEGIN] + tile * count, h, t, pointer(out_address, tag),
+                          row * uint64(out_row) + head * uint64(out_head), pointer(lse_address, f32), row * uint64(num_heads) + head,
+                          flags & FLAG_LSE)
                 left = left - taken
                 unit = unit + taken
                 if unit == units:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Bytes of the widest memory access; rows are whole multiples of it (contract, promise 5).

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from .config import WARP
 from .schedule import EXPAND_THREADS, MASK_BEGIN, PREFIX, Q_BEGIN, Q_LEN, REQUEST_FIELDS, TREE_KINDS, ExpandConfig, index_reader, request_finder
@@ -17,17 +18,18 @@ CAUSAL, PARENTS, BITS, DENSE, FULL_MASK = range(len(TREE_KINDS))
 
 
 def _ancestors(lang: Any) -> Callable:
-    """lane's word of the bits of node i and its ancestors. All lanes walk the same chain; at most n steps, so a cycle ends."""
+    """lane's word of the bits of node i and its ancestors. All lanes walk the same chain; at most n steps, so a cycle ends, and a parent
+    outside the request or the array ends it too."""
     uint32, int64 = lang.uint32, lang.int64
 
     @lang.device
-    def ancestors(parents, row0, i, n, lane):
-        word, node = uint32(0), i
-        for _ in range(n):
-            if node >= int64(0) and node < n:
-                if uint32(node) >> uint32(5) == lane:
-                    word = uint32(word | (uint32(1) << (uint32(node) & uint32(31))))
-                node = int64(parents[row0 + node])
+    def ancestors(parents, row0, i, n, length, lane):
+        word, node, step = uint32(0), i, int64(0)
+        while node >= int64(0) and node < n and step < n:
+            if uint32(node) >> uint32(5) == lane:
+                word = uint32(word | (uint32(1) << (uint32(node) & uint32(31))))
+            node = int64(parents[row0 + node]) if row0 + node < length else int64(-1)
+            step = step + int64(1)
         return word
 
     return ancestors
@@ -38,17 +40,15 @@ def _flag(lang: Any) -> Callable:
     int64, uint32 = lang.int64, lang.uint32
 
     @lang.device
-    def flag(kind, mask, request, i, d, prefix, n, mask_begin, stride, width):
+    def flag(kind, mask, request, i, d, prefix, n, mask_begin, stride, length):
         seen = uint32(0)
         if kind == CAUSAL:
             seen = uint32(1) if d <= i else uint32(0)
         else:
-            at, inside = mask_begin + i * (prefix + n) + prefix + d, False
+            at, inside = mask_begin + i * (prefix + n) + prefix + d, True
             if kind == DENSE:
-                at, inside = (request * stride + i) * stride + d, i < width and d < width
-            else:
-                inside = at < width
-            if inside:
+                at, inside = (request * stride + i) * stride + d, i < stride and d < stride
+            if inside and at < length:
                 seen = uint32(1) if mask[at] != 0 else uint32(0)
         return seen
 
@@ -56,23 +56,23 @@ def _flag(lang: Any) -> Callable:
 
 
 def build_expand(lang: Any, config: ExpandConfig) -> Callable:
-    """The kernel `expand`. `widths`: bit 0 kv_indptr, bit 1 kv_indices, bit 2 qo_indptr is int64."""
+    """The kernel `expand`. `widths`: bit 0 kv_indptr, bit 1 kv_indices, bit 2 qo_indptr is int64. `length`: elements of the tree array."""
     uint32, int64, pointer, i32, i64, u8, u32 = lang.uint32, lang.int64, lang.pointer, lang.i32, lang.i64, lang.u8, lang.u32
     int32_of, tid, block, grid, ballot = lang.int32, lang.tid_x, lang.ctaid_x, lang.nctaid_x, lang.vote_sync_ballot
     read, find, ancestors, flag = index_reader(lang), request_finder(lang), _ancestors(lang), _flag(lang)
     threads, warp, fields = EXPAND_THREADS, WARP, REQUEST_FIELDS
 
     @lang.device
-    def row_word(requests, request, row, kind, tree_address, stride, width, lane):
+    def row_word(requests, request, row, kind, tree_address, stride, length, lane):
         """lane's word of the visibility bits of query row `row` of `request`; bits at and after n are clear."""
         at = request * fields
         begin, n, prefix = requests[at + Q_BEGIN], requests[at + Q_LEN], requests[at + PREFIX]
         i = row - begin
         word = uint32(0)
         if kind == PARENTS:
-            word = ancestors(pointer(tree_address, i32), begin, i, n, lane)
+            word = ancestors(pointer(tree_address, i32), begin, i, n, length, lane)
         elif kind == BITS:
-            if int64(lane) < width and int64(lane) * int64(32) < n:
+            if int64(lane) < stride and int64(lane) * int64(32) < n and row * stride + int64(lane) < length:
                 word = pointer(tree_address, u32)[row * stride + int64(lane)]
                 left = n - int64(lane) * int64(32)
                 if left < int64(32):
@@ -83,14 +83,14 @@ def build_expand(lang: Any, config: ExpandConfig) -> Callable:
                 d = w * int64(32) + int64(lane)
                 seen = uint32(0)
                 if d < n:
-                    seen = flag(kind, mask, request, i, d, prefix, n, requests[at + MASK_BEGIN], stride, width)
+                    seen = flag(kind, mask, request, i, d, prefix, n, requests[at + MASK_BEGIN], stride, length)
                 bits = ballot(seen)
                 if uint32(w) == lane:
                     word = bits
         return word
 
     def expand(qo_indptr, kv_indptr, kv_indices, tree_address, requests_address, slots_address, visibility_address, rows_address,
-               batch, page_size, kind, stride, width, words, widths, max_total_q, max_kv_entries):
+               batch, page_size, kind, stride, length, words, widths, max_total_q, max_kv_entries):
         requests, slots = pointer(requests_address, i64), pointer(slots_address, u32)
         visibility, row_request = pointer(visibility_address, u32), pointer(rows_address, i32)
         thread = int64(block()) * int64(threads) + int64(tid())
@@ -109,10 +109,11 @@ def build_expand(lang: Any, config: ExpandConfig) -> Callable:
             request, word = int64(-1), uint32(0)
             if row < total_q and batch > int64(0):
                 request = find(requests, batch, row, Q_BEGIN)
-                if row - requests[request * fields + Q_BEGIN] < requests[request * fields + Q_LEN]:
-                    word = row_word(requests, request, row, kind, tree_address, stride, width, lane)
+                i = row - requests[request * fields + Q_BEGIN]
+                if i >= int64(0) and i < requests[request * fields + Q_LEN]:
+                    word = row_word(requests, request, row, kind, tree_address, stride, length, lane)
                 else:
-                    request = int64(-1)  # beyond the draft tokens one request may have: no kernel touches such a row
+                    request = int64(-1)  # before the first request, or beyond the draft tokens one may have: no kernel touches such a row
             if int64(lane) < words:
                 visibility[row * words + int64(lane)] = word
             if lane == uint32(0):

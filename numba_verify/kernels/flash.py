@@ -13,8 +13,9 @@ plus one bit a draft token: it is looked at per key and costs nothing that grows
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from .config import TILE_THREADS, Shape, TileConfig
 from .elements import elements

@@ -7,20 +7,37 @@
                    ^ starts inside t0: partial       ^ stops inside: partial
 
     for each piece [first, last) of a tile (draft token x HT heads): queries to shared memory, tile steps, then
-      whole tile -> out, lse        part of a tile -> partial_out [slot][HT][V] (divided by its own sum), partial_lse [slot][HT]
+      whole tile -> out, lse        part of a tile -> partial_out [slot][HT][V] (divided by its own sum), statistics [slot][HT][2] (maximum, sum)
 
 A request longer than any other is cut into as many pieces as the others leave room for, so one long request still fills the GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from .config import TILE_THREADS, Shape, TileConfig
 from .elements import elements
-from .schedule import (CTA_COUNT, CTA_FIELDS, CTA_REQUEST, CTA_TILE, CTA_UNIT, FLAG_DRAFT_ASIDE, FLAG_LSE, KV_LEN, PIECE_BEGIN, PREFIX,
-                       Q_BEGIN, Q_LEN, REQUEST_FIELDS, SLOT_BEGIN, ScheduleConfig, work_split)
+from .schedule import (
+    CTA_COUNT,
+    CTA_FIELDS,
+    CTA_REQUEST,
+    CTA_TILE,
+    CTA_UNIT,
+    FLAG_DRAFT_ASIDE,
+    FLAG_LSE,
+    KV_LEN,
+    PIECE_BEGIN,
+    PREFIX,
+    Q_BEGIN,
+    Q_LEN,
+    REQUEST_FIELDS,
+    SLOT_BEGIN,
+    ScheduleConfig,
+    work_split,
+)
 from .tile import tile_steps
 
 THREADS = TILE_THREADS
@@ -54,13 +71,13 @@ def build(lang: Any, config: PagedConfig) -> Callable:
     tag, store = element.tag, element.store
     new_acc, new_statistics, start, load_queries = steps.new_accumulators, steps.new_statistics, steps.start, steps.load_queries
     load_keys, scores, softmax, accumulate = steps.load_keys, steps.scores, steps.softmax, steps.accumulate
-    finish, output, columns = steps.finish, steps.output, steps.columns
+    finish, save, output, columns = steps.finish, steps.save, steps.output, steps.columns
     split = work_split(lang, config.schedule)
     blocks_of, piece_of, deterministic = split.blocks, split.piece, config.deterministic
     head_tile, kv_tile, latent, threads = config.tile.head_tile, config.tile.kv_tile, config.shape.latent_dim, TILE_THREADS
 
     def paged(q_address, kv_address, draft_address, out_address, lse_address,
-              requests_address, ctas_address, slots_address, visibility_address, partial_address, partial_lse_address,
+              requests_address, ctas_address, slots_address, visibility_address, partial_address, statistics_address,
               q_row, q_head, token_stride, page_size, page_gap, draft_stride, out_row, out_head, num_heads, words, flags, num_rows,
               sm_scale, logit_cap):
         t, p = tid(), int64(block_x())
@@ -78,7 +95,7 @@ def build(lang: Any, config: PagedConfig) -> Callable:
             else:
                 prefix, kv_len = uint32(requests[table + PREFIX]), uint32(requests[table + KV_LEN])
                 units = blocks_of(requests[table + KV_LEN])
-                length = piece_of(tiles, units)
+                length = piece_of(tiles, units, requests[table + PIECE_BEGIN])
                 piece = unit // length
                 stop = (piece + int64(1)) * length
                 stop = stop if stop < units else units
@@ -123,7 +140,7 @@ def build(lang: Any, config: PagedConfig) -> Callable:
                         if deterministic:
                             slot = requests[table + PIECE_BEGIN] + tile * ((units + length - int64(1)) // length) + piece
                         partial, partial_at = pointer(partial_address, f32), uint64(slot) * uint64(head_tile * latent)
-                        finish(peak, total, heads, pointer(partial_lse_address, f32), uint64(slot) * uint64(head_tile), 1, t)
+                        save(peak, total, heads, pointer(statistics_address, f32), uint64(slot) * uint64(2 * head_tile), t)
                         # The sums, each written by its warp, are read by every thread.
                         bar_sync()
                         for h in range(head_tile):
@@ -133,8 +150,6 @@ def build(lang: Any, config: PagedConfig) -> Callable:
                                 column = t + uint32(c * threads)
                                 if uint32(h) < heads and column < uint32(latent):
                                     partial[partial_at + uint64(h * latent) + uint64(column)] = output(acc, h, c)
-                    # The sums are read before the next piece, if it has no tile of its own to wait for, overwrites them.
-                    bar_sync()
                 left = left - (stop - unit)
                 unit = stop
                 if unit == units:

@@ -17,8 +17,9 @@ cuts depend on the request alone (pieces), and a CTA takes the whole pieces that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 from .config import MAX_DRAFT_TOKENS
 
@@ -37,11 +38,11 @@ EXPAND_THREADS = 256
 #: A CTA takes at least so many KV tiles: below that, loading the queries and writing a partial costs more than it spreads.
 MIN_UNITS = 8
 #: deterministic: keys of one piece at least, and pieces of all tiles of one request at most. The second bounds the partials that must
-#: be kept (max_batch * 128 of them) and still fills a GPU from one request.
+#: be kept and still fills a GPU from one request.
 PIECE_KEYS = 1024
 MAX_PIECES = 128
 
-SCHEDULE_SIGNATURE = ("address",) * 5 + ("i64",) * 8
+SCHEDULE_SIGNATURE = ("address",) * 5 + ("i64",) * 9
 EXPAND_SIGNATURE = ("address",) * 8 + ("i64",) * 9
 
 
@@ -65,8 +66,15 @@ class ExpandConfig:
 
 
 def shared_bytes() -> int:
-    """Four int64 scan lanes a thread, and four running totals."""
-    return 8 * 4 * (SCHEDULE_THREADS + 1)
+    """Three int64 sums a thread, and three running totals."""
+    return 8 * 3 * (SCHEDULE_THREADS + 1)
+
+
+def partial_slots(max_batch: int, max_total_q: int, max_kv_tokens: int, head_tiles: int) -> int:
+    """Partials a deterministic plan may need: at most MAX_PIECES a request; and a request of K keys has at most K / PIECE_KEYS rounded up,
+    which is 2 K / PIECE_KEYS where it is more than one, for each of at most MAX_PIECES / 2 tiles (with more it is not cut)."""
+    tiles = min(MAX_PIECES // 2, min(max_total_q, MAX_DRAFT_TOKENS) * head_tiles)
+    return min(min(max_batch, max_total_q) * MAX_PIECES, tiles * (2 * (max_kv_tokens + max_total_q) // PIECE_KEYS))
 
 
 class WorkSplit(NamedTuple):
@@ -78,7 +86,8 @@ class WorkSplit(NamedTuple):
 
 def work_split(lang: Any, config: ScheduleConfig) -> WorkSplit:
     """blocks(kv_len): units of one tile, at least 1 so that an empty row is written too.
-    piece(tiles, blocks): units of one piece of a tile of a request with `tiles` tiles (the whole tile unless deterministic)."""
+    piece(tiles, blocks, piece_begin): units of one piece of a tile of a request with `tiles` tiles; the whole tile unless deterministic, and
+    where the table says with piece_begin = -1 that there is no room for partials (index arrays that overlap: none that are valid do)."""
     int64 = lang.int64
     kv_tile, deterministic = config.kv_tile, config.deterministic
     piece_units, max_pieces = PIECE_KEYS // kv_tile, MAX_PIECES
@@ -89,16 +98,16 @@ def work_split(lang: Any, config: ScheduleConfig) -> WorkSplit:
         return units if units > int64(1) else int64(1)
 
     @lang.device
-    def whole(tiles, units):
+    def whole(tiles, units, piece_begin):
         return units
 
     @lang.device
-    def by_request(tiles, units):
+    def by_request(tiles, units, piece_begin):
         pieces = (units + int64(piece_units - 1)) // int64(piece_units)
         most = int64(max_pieces) // tiles
         if pieces > most:
             pieces = most
-        if pieces < int64(1):
+        if pieces < int64(1) or piece_begin < int64(0):
             pieces = int64(1)
         return (units + pieces - int64(1)) // pieces
 
@@ -133,7 +142,7 @@ def _clamp(lang: Any) -> Callable:
 
 
 def _lengths(lang: Any, max_draft_tokens: int) -> tuple[Callable, Callable]:
-    """Device functions: (q_begin, n) and (kv_begin, tokens) of request r, clamped to the capacities."""
+    """Device functions: (q_begin, n) and (kv_begin, tokens) of request r, clamped to the capacities and to the `entries` that are listed."""
     int64, read, clamp = lang.int64, index_reader(lang), _clamp(lang)
 
     @lang.device
@@ -143,9 +152,9 @@ def _lengths(lang: Any, max_draft_tokens: int) -> tuple[Callable, Callable]:
         return begin, clamp(end - begin, 0, max_draft_tokens)
 
     @lang.device
-    def listed(kv_indptr, kv_lens, r, kv_wide, lens_wide, has_lens, max_kv_entries, page_size):
-        begin = clamp(read(kv_indptr, r, kv_wide), 0, max_kv_entries)
-        end = clamp(read(kv_indptr, r + int64(1), kv_wide), begin, max_kv_entries)
+    def listed(kv_indptr, kv_lens, r, kv_wide, lens_wide, has_lens, entries, page_size):
+        begin = clamp(read(kv_indptr, r, kv_wide), 0, entries)
+        end = clamp(read(kv_indptr, r + int64(1), kv_wide), begin, entries)
         tokens = (end - begin) * page_size
         if has_lens != 0:
             tokens = clamp(read(kv_lens, r, lens_wide), 0, tokens)
@@ -157,6 +166,7 @@ def _lengths(lang: Any, max_draft_tokens: int) -> tuple[Callable, Callable]:
 def build_schedule(lang: Any, config: ScheduleConfig) -> Callable:
     """The kernel `schedule`; see the module docstring. `widths`: bit 0 qo_indptr, bit 1 kv_indptr, bit 2 kv_lens is int64."""
     int64, uint32, pointer, i64, shared = lang.int64, lang.uint32, lang.pointer, lang.i64, lang.shared
+    read, clamp = index_reader(lang), _clamp(lang)
     tid, bar_sync, threads = lang.tid_x, lang.bar_sync, SCHEDULE_THREADS
     split = work_split(lang, config)
     blocks_of, piece_of, deterministic = split.blocks, split.piece, config.deterministic
@@ -164,15 +174,17 @@ def build_schedule(lang: Any, config: ScheduleConfig) -> Callable:
     share = _share(lang, config)
     fields, min_units = REQUEST_FIELDS, MIN_UNITS
     scan_steps = threads.bit_length() - 1
-    totals_offset, column = uint32(8 * 4 * threads), threads
+    totals_offset, column = uint32(8 * 3 * threads), threads
 
     def schedule(qo_indptr, kv_indptr, kv_lens, requests_address, ctas_address,
-                 batch, page_size, tile_heads, widths, flags, max_total_q, max_kv_entries, num_ctas):
+                 batch, page_size, tile_heads, widths, flags, max_total_q, max_kv_entries, num_ctas, max_partials):
         requests, ctas = pointer(requests_address, i64), pointer(ctas_address, i64)
         scan, totals = shared(uint32(0), i64), shared(totals_offset, i64)
         t = int64(tid())
-        if t < int64(4):
+        if t < int64(3):
             totals[t] = int64(0)
+        # A list that claims more than kv_indptr[-1] is cut there: `expand` fills no pool rows beyond.
+        entries = clamp(read(kv_indptr, batch, widths & 2), 0, max_kv_entries)
         # The totals are zero before any thread reads them below.
         bar_sync()
         for base in range(int64(0), batch, int64(threads)):
@@ -180,7 +192,7 @@ def build_schedule(lang: Any, config: ScheduleConfig) -> Callable:
             begin, n, kv_begin, prefix, kv_len = int64(0), int64(0), int64(0), int64(0), int64(0)
             if r < batch:
                 begin, n = drafts(qo_indptr, r, widths & 1, max_total_q)
-                kv_begin, tokens = listed(kv_indptr, kv_lens, r, widths & 2, widths & 4, flags & 1, max_kv_entries, page_size)
+                kv_begin, tokens = listed(kv_indptr, kv_lens, r, widths & 2, widths & 4, flags & 1, entries, page_size)
                 aside = flags & 2
                 prefix = tokens if aside != 0 else tokens - n
                 prefix = prefix if prefix > int64(0) else int64(0)
@@ -189,11 +201,12 @@ def build_schedule(lang: Any, config: ScheduleConfig) -> Callable:
             units = blocks_of(kv_len)
             pieces = int64(0)
             if tiles > int64(0):
-                length = piece_of(tiles, units)
+                length = piece_of(tiles, units, int64(0))
                 pieces = (units + length - int64(1)) // length
+            partials = tiles * pieces if pieces > int64(1) else int64(0)
             scan[t] = n * (prefix + n)
             scan[t + column] = tiles * units
-            scan[t + 2 * column] = tiles * pieces if pieces > int64(1) else int64(0)
+            scan[t + 2 * column] = partials
             # Every thread's terms are in the scan arrays before a neighbour adds them.
             bar_sync()
             for step in range(scan_steps):
@@ -217,7 +230,8 @@ def build_schedule(lang: Any, config: ScheduleConfig) -> Callable:
                 requests[row + SLOT_BEGIN] = kv_begin * page_size
                 requests[row + MASK_BEGIN] = totals[0] + scan[t] - n * (prefix + n)
                 requests[row + UNIT_BEGIN] = totals[1] + scan[t + column] - tiles * units
-                requests[row + PIECE_BEGIN] = totals[2] + scan[t + 2 * column] - (tiles * pieces if pieces > int64(1) else int64(0))
+                room = totals[2] + scan[t + 2 * column] <= max_partials
+                requests[row + PIECE_BEGIN] = totals[2] + scan[t + 2 * column] - partials if room else int64(-1)
             # The exclusive sums above used the totals of the chunks before this one.
             bar_sync()
             if t < int64(3):
@@ -248,7 +262,7 @@ def _share(lang: Any, config: ScheduleConfig) -> Callable:
         if deterministic and unit < units_in_all:
             row = find(requests, batch, unit, UNIT_BEGIN) * fields
             units = blocks_of(requests[row + KV_LEN])
-            length = piece_of(requests[row + Q_LEN] * tile_heads, units)
+            length = piece_of(requests[row + Q_LEN] * tile_heads, units, requests[row + PIECE_BEGIN])
             inside = unit - requests[row + UNIT_BEGIN]
             tile = inside // units
             start = (inside - tile * units + length - int64(1)) // length * length

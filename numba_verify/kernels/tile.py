@@ -13,7 +13,8 @@ weighted with zero, because 0 * NaN would let a NaN in a hidden draft row throug
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from .config import TILE_THREADS, WARP, Shape, TileConfig
 from .elements import CHUNK_BYTES, elements
@@ -35,6 +36,7 @@ class TileSteps(NamedTuple):
     softmax: Callable
     accumulate: Callable
     finish: Callable
+    save: Callable
     output: Callable
     columns: int
 
@@ -87,7 +89,7 @@ def key_functions(lang: Any, itemsize: int) -> tuple[Callable, Callable]:
         elements_before = uint64(slot) * uint64(token_stride)
         if page_gap != 0:
             # the gap may be negative (overlapping pages of an exotic view); modulo 2**64 the sum is right all the same
-            elements_before = elements_before + uint64(slot // uint32(page_size)) * uint64(page_gap)
+            elements_before = uint64(elements_before + uint64(slot // uint32(page_size)) * uint64(page_gap))
         return elements_before * item
 
     return visible, byte_offset
@@ -121,6 +123,7 @@ def tile_steps(lang: Any, shape: Shape, config: TileConfig) -> TileSteps:
         softmax=_softmax(lang, config, layout),
         accumulate=_accumulate(lang, shape, config, columns, layout),
         finish=_finish(lang, config, layout),
+        save=_save(lang, config, layout),
         output=_output(lang, config, columns, layout),
         columns=columns,
     )
@@ -409,6 +412,29 @@ def _finish(lang: Any, config: TileConfig, layout: _Layout) -> Callable:
                     lse[lse_at + head] = value
 
     return finish
+
+
+def _save(lang: Any, config: TileConfig, layout: _Layout) -> Callable:
+    uint32, shared, f32, unroll = lang.uint32, lang.shared, lang.f32, lang.unroll
+    rows, warps, warp, total_offset = config.heads_per_warp, uint32(TILE_THREADS // WARP), uint32(WARP), layout.total
+
+    @lang.device
+    def save(peak, total, heads, statistics, at, t):
+        """Of a partial result: total[h] to shared memory for `output`; (peak, total) to statistics[at + 2 head].
+
+        Both, and not their lse: one float32 of 1e5 is coarse by 0.008, and a whole piece would be weighted wrong by as much."""
+        totals = shared(total_offset, f32)
+        w, lane = t // warp, t & uint32(31)
+        for g in range(rows):
+            unroll()
+            head = w + uint32(g) * warps
+            if lane == uint32(0):
+                totals[head] = total[g]
+                if head < heads:
+                    statistics[at + head * uint32(2)] = peak[g]
+                    statistics[at + head * uint32(2) + uint32(1)] = total[g]
+
+    return save
 
 
 def _output(lang: Any, config: TileConfig, columns: int, layout: _Layout) -> Callable:
