@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items):
     if machine.HAS_GPU:
         return
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 

@@ -3,7 +3,8 @@
 Why this grid and no product: the kernels branch on dtype, row layout, heads per tile, KV tile borders, page borders, mask form, index
 width and where draft rows lie, each in one place of its own, so every value of each appears and pairs appear where two of them meet in one
 expression (page size x width, mask form x draft place). Sizes stay small: the simulator computes about a million multiply-adds a second.
-Bigger shapes, where only size is new, are marked `slow_in_simulator` and run on a GPU (and in the host build of cuda_ref, which is fast).
+Bigger shapes, where only size is new, say so (`Case.size`): many rows run in the host build of cuda_ref, which is fast, and their mask bits in
+test_schedule; long prefixes run on a GPU.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ CORRECTNESS = [
          tree_form="parents", heads=4),
     Case("forest", "several roots in one request", ((-1, -1, 0, 1, -1, 3),), (11,), tree_form="parents", heads=2),
     Case("eagle", "EAGLE's published tree of 26 nodes", (published_tree("eagle-mc-sim-7b-63"),), (19,), heads=2),
-    Case("medusa", "Medusa's published tree of 64 nodes: exactly two mask words", (published_tree("medusa-vicuna-7b-stage2"),), (3,), heads=1),
-    Case("words", "33 and 32 nodes: a mask word's border", (random_tree(33, 5), random_tree(32, 6)), (2, 0), heads=1, tree_form="bits"),
+    Case("medusa", "Medusa's published tree of 64 nodes: exactly two mask words", (published_tree("medusa-vicuna-7b-stage2"),), (3,), heads=1, size="many_rows"),
+    Case("words", "33 and 32 nodes: a mask word's border", (random_tree(33, 5), random_tree(32, 6)), (2, 0), heads=1, size="many_rows", tree_form="bits"),
     Case("sequoia_64", "Sequoia's 64-node tree beside a chain", (published_tree("sequoia-a100-c4-68m-13b-greedy"), chain(3)), (2, 18), heads=1,
-         slow_in_simulator=True),
+         size="many_rows"),
     Case("sequoia_512", "Sequoia's 512-node tree: 16 mask words", (published_tree("sequoia-a100-cnn-68m-13b-stochastic-s512"),), (40,), heads=1,
-         slow_in_simulator=True),
-    Case("nodes_1024", "1024 nodes, the most promised: all 32 words", (random_tree(1024, 8), chain(2)), (5, 30), heads=1, slow_in_simulator=True),
+         size="many_rows"),
+    Case("nodes_1024", "1024 nodes, the most promised: all 32 words", (random_tree(1024, 8), chain(2)), (5, 30), heads=1, size="many_rows"),
     Case("random_mask", "given bits are obeyed as they are, the diagonal included", SMALL, (3, 0), visibility="random", tree_form="bits"),
     Case("random_dense", "the same as a dense bool mask", RAGGED, (5, 3, 0, 16), visibility="random", tree_form="dense", seed=2),
     Case("random_full", "the same as SGLang's flat mask, whose prefix columns are False and never read", RAGGED, (5, 33, 0, 16),
@@ -82,8 +83,8 @@ CORRECTNESS = [
     Case("nine_heads", "one head more than a small tile", SMALL, (20, 7), heads=9),
     Case("twenty_heads", "a second tile partly filled", ((-1, 0),), (18,), heads=20),
     Case("sixty_three_heads", "a head count that no tile divides", ((-1,),), (17,), heads=63),
-    Case("heads_126", "126 heads", SMALL, (100, 50), heads=126, slow_in_simulator=True),
-    Case("heads_128", "DeepSeek's 128 heads, full row", SMALL, (300, 50), heads=128, latent_dim=512, slow_in_simulator=True),
+    Case("heads_126", "126 heads", SMALL, (100, 50), heads=126, size="many_rows"),
+    Case("heads_128", "DeepSeek's 128 heads, full row", SMALL, (300, 50), heads=128, latent_dim=512, size="gpu"),
     Case("full_row", "512/64, the tuned case", ((-1, 0, 0),), (20,), latent_dim=512, heads=8),
     Case("full_row_fp16", "512/64 in float16", ((-1, 0),), (18,), latent_dim=512, heads=2, dtype="float16"),
     Case("full_row_fp32", "512/64 in float32", ((-1, 0),), (18,), latent_dim=512, heads=2, dtype="float32"),
@@ -113,12 +114,18 @@ CORRECTNESS = [
     Case("split_deterministic", "cut by the request alone", (chain(1), (-1, 0)), (2300, 9), heads=1, latent_dim=32, rope_dim=32,
          deterministic=True),
     Case("split_nan", "a NaN in one piece of a cut tile", (chain(1),), (420,), heads=2, latent_dim=32, rope_dim=32, nan_at=(0, 17)),
+    Case("split_far_below", "pieces of equal scores near -1e5: weights from their lse alone would be coarse", (chain(1), (-1, 0)), (420, 9), heads=2,
+         latent_dim=32, rope_dim=32, dtype="float32", shift=-1e5, magnitude=1e-3),
+    Case("split_far_below_fp16", "the same in float16, with scores it can hold", (chain(1),), (420,), heads=2, latent_dim=32, rope_dim=32,
+         dtype="float16", shift=-6e4, magnitude=1e-3, sm_scale=1.0),
+    Case("long_fp32", "16,000 keys in float32: one long sum would show", (chain(2), chain(1)), (16_000, 4), heads=4, latent_dim=512, dtype="float32",
+         size="gpu"),
     Case("straggler", "ThunderMLA's uneven lengths", (chain(4),) * 4, (4641, 45118, 1730, 1696), heads=16, latent_dim=512,
-         slow_in_simulator=True),
-    Case("long", "100,000 keys: sums stay accurate", (chain(2), chain(1)), (100_000, 4), heads=8, latent_dim=512, slow_in_simulator=True),
+         size="gpu"),
+    Case("long", "100,000 keys: sums stay accurate", (chain(2), chain(1)), (100_000, 4), heads=8, latent_dim=512, size="gpu"),
 ]
 
 #: The same problems again with bits that may depend on the request alone.
 DETERMINISTIC = [replace(case, name=f"{case.name}_deterministic", deterministic=True)
-                 for case in CORRECTNESS if case.name in ("ragged", "aside", "pages_16", "nine_heads", "blind", "nan_draft")]
+                 for case in CORRECTNESS if case.name in ("ragged", "aside", "pages_16", "nine_heads", "blind", "nan_draft", "split_far_below")]
 ALL = CORRECTNESS + DETERMINISTIC

@@ -18,7 +18,7 @@ from .poison import Guarded
 from .problems import Problem
 
 KERNELS = ("naive", "flash", "paged")
-IMPLEMENTATIONS = {k: v for k, v in {"numba_verify": numba_verify, "cuda_ref": cuda_ref}.items() if hasattr(v, "verify_mla")}
+IMPLEMENTATIONS = {"numba_verify": numba_verify, "cuda_ref": cuda_ref}
 HAS_GPU = driver.device_count() > 0
 PLACE = f"{driver.device_info(0).name}" if HAS_GPU else "simulator (numba_verify) and host build (cuda_ref)"
 
@@ -37,9 +37,13 @@ def put_guarded(guard: Guarded) -> Any:
     return DeviceArray(upload(guard.backing), guard.array.shape, guard.array.dtype, guard.array.strides, guard.offset)
 
 
-def get(array: Any) -> np.ndarray:
-    """The contents of a contiguous array of the kernels' side."""
-    return array.numpy() if isinstance(array, DeviceArray) else np.asarray(array)
+def fetch(array: Any) -> np.ndarray:
+    """The contents of a contiguous array of the kernels' side; bfloat16 by its bits where the library has no such type."""
+    if isinstance(array, np.ndarray):
+        return array
+    if isinstance(array, DeviceArray):
+        return array.numpy()
+    return array.copy_to_host()  # a new output for a caller with no library of its own is a numba device array
 
 
 class Call:

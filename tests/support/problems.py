@@ -44,7 +44,7 @@ class Case:
     row_gap: int = 0  # spare bytes behind each row of q, kv, draft_kv and out
     nan_at: tuple[int, int] | None = None  # (request, key): that KV row is NaN, and visible to some rows
     seed: int = 0
-    slow_in_simulator: bool = False  # flash and paged of numba_verify would take minutes there: GPU only
+    size: str = "small"  # small; many_rows: minutes for flash and paged in the simulator; gpu: minutes in the host build as well
 
     def __str__(self) -> str:
         return self.name

@@ -1,0 +1,63 @@
+"""Random problems against the float64 oracle: trees and forests in any order, empty requests, every form of the arguments.
+
+Hypothesis draws what a problem is; NumPy draws its numbers from the seed (numbers drawn one by one repeat too much). All examples run in
+one process, with guards around every array, so damage that an example does shows in it and not in its victim.
+"""
+
+import pytest
+from hypothesis import given, note
+from hypothesis import strategies as st
+from support import machine, oracle
+from support.problems import Case, build
+
+KERNELS = [("numba_verify", "naive"), ("numba_verify", "paged")]
+if "cuda_ref" in machine.IMPLEMENTATIONS:
+    KERNELS += [("cuda_ref", kernel) for kernel in machine.KERNELS]
+#: (latent_dim, rope_dim), simplest first, so that Hypothesis shrinks towards small rows. On a GPU each costs a compile of its own.
+DIMS = [(32, 0), (64, 32), (128, 64), (256, 32)]
+
+
+@st.composite
+def trees(draw, most=6):
+    """Parents of one request: none, one node, a chain, a tree or a forest, with the nodes in any order."""
+    n = draw(st.integers(0, most))
+    parents = [draw(st.integers(-1, i - 1)) for i in range(n)]
+    place = draw(st.permutations(range(n)))
+    moved = [-1] * n
+    for i, parent in enumerate(parents):
+        moved[place[i]] = -1 if parent < 0 else place[parent]
+    return tuple(moved)
+
+
+@st.composite
+def cases(draw):
+    forest = draw(st.lists(trees(), max_size=3))
+    # one length in three is 0, and some lie across the border of a key tile (16 or 32 keys)
+    prefix = tuple(draw(st.one_of(st.just(0), st.integers(1, 8), st.integers(14, 34))) for _ in forest)
+    latent, rope = draw(st.sampled_from(DIMS))
+    visibility = draw(st.sampled_from(["tree", "tree", "random", "blind"]))
+    forms = ["bits", "bits_int32", "dense", "full_mask", "full_mask_uint8"]
+    form = draw(st.sampled_from(["draft_tree", "parents", "none", *forms] if visibility == "tree" else forms))
+    wide = tuple(draw(st.lists(st.sampled_from(["qo_indptr", "kv_indptr", "kv_indices", "kv_lens"]), unique=True)))
+    return Case("fuzz", "found by Hypothesis", tuple(forest), prefix, heads=draw(st.sampled_from([1, 2, 3, 8, 9])),
+                latent_dim=latent, rope_dim=rope,
+                dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])), page_size=draw(st.sampled_from([1, 1, 2, 5, 16])),
+                draft_in_cache=draw(st.booleans()), tree_form=form, wide=wide, sm_scale=draw(st.sampled_from([None, 0.0, -0.1, 0.5])),
+                logit_cap=draw(st.sampled_from([0.0, 0.0, 2.0])), visibility=visibility, deterministic=draw(st.booleans()),
+                padding_rows=draw(st.integers(0, 3)), row_gap=draw(st.sampled_from([0, 0, 16])), seed=draw(st.integers(0, 2**16)))
+
+
+def run_case(case):
+    """Every kernel on `case`, guards and numbers checked."""
+    problem = build(case)
+    results = {place: machine.Call(*place, problem)() for place in KERNELS}  # before the oracle: freed memory could hold the right answer
+    answer = oracle.solve(problem)
+    for (name, kernel), (out, lse) in results.items():
+        oracle.check(problem, answer, out, lse, f"{name} {kernel}")
+
+
+@pytest.mark.kernel
+@given(cases())
+def test_fuzz(case):
+    note(f'repro: PYTHONPATH=.:tests python -c "from test_fuzz import *; run_case({case!r})"')
+    run_case(case)

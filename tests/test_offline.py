@@ -1,0 +1,196 @@
+"""What the compiler makes of every shipped kernel, for three architectures, with no GPU: resources, emitted instructions, refusals.
+
+Which variants. The full product (3 dtypes x 3 tiles x 4 row layouts x deterministic or not x 3 architectures) is some 600 compiles of
+about 2 s. Registers and spills are decided in the tile loop, whose live values depend on the tile (accumulators, partial scores), on the
+columns a thread owns (latent_dim) and, for `paged`, on the work list that stays live around it. The dtype only changes how 16-byte chunks
+are widened before the loop and narrowed after it. So every tile is compiled in bfloat16 at 512/64; at 16 x 16 alone, the tile with the
+most registers, also the deterministic kernels, the other dtypes, and the layouts without rope and with one column a thread (128/64 is the
+latter with another constant). NUMBA_VERIFY_ALL_VARIANTS=1 compiles the whole product instead.
+"""
+
+import itertools
+import os
+import re
+
+import pytest
+
+from asv_bench.benchmarks import common
+from numba_verify.backend import kernel_sources
+from numba_verify.errors import UnsupportedError
+from numba_verify.gpu import driver, sass
+from numba_verify.gpu.compile import OFFLINE_ARCHITECTURES, compile_kernel
+from numba_verify.kernels.config import SMALLEST_SHARED_BYTES, TILE_CONFIGS, Shape, TileConfig, choose_tile, unsupported_shape
+
+DTYPES = ("bfloat16", "float16", "float32")
+LAYOUTS = ((512, 64), (512, 0), (256, 64), (128, 64))
+TUNED, LARGEST = Shape(512, 64, "bfloat16"), TileConfig(16, 16)
+#: Registers of one SM on every architecture here, and the unit in which a thread gets them.
+SM_REGISTERS, REGISTER_UNIT = 65_536, 8
+#: Registers are ptxas's affair and differ by architecture; which instructions a kernel is made of does not, and disassembling costs 0.5 s.
+SASS_ARCHITECTURE = "sm_120"
+
+
+def shipped_variants():
+    """Name -> KernelSource of every variant compiled here, see the module docstring."""
+    if os.environ.get("NUMBA_VERIFY_ALL_VARIANTS"):
+        grid = [
+            (Shape(*layout, dtype), tile, fixed)
+            for layout, dtype, tile, fixed in itertools.product(LAYOUTS, DTYPES, TILE_CONFIGS, (False, True))
+        ]
+    else:
+        grid = [(TUNED, tile, False) for tile in TILE_CONFIGS] + [(TUNED, LARGEST, True)]
+        grid += [(Shape(512, 64, dtype), LARGEST, False) for dtype in DTYPES[1:]]
+        grid += [(Shape(*layout, "bfloat16"), LARGEST, False) for layout in LAYOUTS[1:3]]
+    sources = [source for shape, tile, fixed in grid for source in kernel_sources(shape, tile, 16, fixed).values()]
+    return {source.variant: source for source in sources}
+
+
+VARIANTS = shipped_variants()
+CASES = [pytest.param(variant, arch, id=f"{variant}-{arch}") for variant in VARIANTS for arch in OFFLINE_ARCHITECTURES]
+
+
+@pytest.mark.parametrize("variant, arch", CASES)
+def test_resources(variant, arch):
+    """Registers, not arrays: no local memory, no spills, and what launches on sm_120 launches everywhere."""
+    source = VARIANTS[variant]
+    got = compile_kernel(source, arch).resources
+    assert (got.stack_bytes, got.spill_store_bytes, got.spill_load_bytes) == (0, 0, 0), f"{variant} {arch}: {got}"
+    assert got.shared_bytes <= SMALLEST_SHARED_BYTES, f"{variant}: {got.shared_bytes:,} B of shared memory"
+    allocated = -(-got.registers // REGISTER_UNIT) * REGISTER_UNIT
+    budget = SM_REGISTERS // (source.threads * source.min_blocks)
+    assert 0 < allocated <= budget, f"{variant} {arch}: {got.registers} registers, {budget} leave room for {source.min_blocks} blocks an SM"
+    if arch == SASS_ARCHITECTURE:
+        check_instructions(variant, got_opcodes(variant, arch))
+
+
+def got_opcodes(variant, arch):
+    """Opcodes of the variant's one kernel; an empty list where nvdisasm is missing, which test_nvdisasm reports."""
+    if sass.find_nvdisasm() is None:
+        return []
+    cubin = compile_kernel(VARIANTS[variant], arch)
+    listing = sass.opcodes(cubin.code)
+    assert list(listing) == [cubin.symbol], f"{variant}: expected one kernel in the cubin and no function beside it, got {list(listing)}"
+    return listing[cubin.symbol]
+
+
+def check_instructions(variant, opcodes):
+    double = sorted({name for name in opcodes if re.match(r"D(ADD|MUL|FMA|SETP|MNMX|MMA)\b|[FI]2F\.(\w+\.)*F64|F2F\.F64", name)})
+    assert not double, f"{variant}: 64-bit floats, a literal or a cast widened one: {double}"
+    local = sorted({name for name in opcodes if re.match(r"(LDL|STL)\b", name)})
+    assert not local, f"{variant}: local memory: {local}"
+    if opcodes and variant.startswith(("flash", "paged")):
+        # One site each for queries and keys (an unrolled loop has more), through the read-only path.
+        wide = [name for name in opcodes if name.startswith("LDG.E.128")]
+        assert len(wide) >= 2, f"{variant}: KV and q must be fetched 16 bytes at a time, got {sorted(set(opcodes) & set(wide))}"
+
+
+def test_nvdisasm():
+    """Says so when no emitted instruction was looked at; and that the check would see what it looks for."""
+    if sass.find_nvdisasm() is None:
+        pytest.skip("nvdisasm was not found (pip install nvidia-cuda-nvdisasm): emitted instructions were not checked")
+    for wrong in ("DADD", "DFMA.RM", "F2F.F64.F32", "LDL.64", "STL"):
+        with pytest.raises(AssertionError, match=re.escape(wrong)):
+            check_instructions("naive", ["MOV", wrong])
+    with pytest.raises(AssertionError, match="16 bytes"):
+        check_instructions("flash_x", ["LDG.E.64", "LDG.E.128", "LDG.E"])
+
+
+def test_the_naive_kernel_shares_nothing():
+    source = VARIANTS["naive_512_64_bfloat16"]
+    assert source.shared_bytes == 0
+    assert not any(name.startswith(("LDS", "STS", "BAR")) for name in got_opcodes(source.variant, SASS_ARCHITECTURE))
+
+
+@pytest.mark.slow
+def test_registers_beside_the_twin(capsys):
+    """Report only: both implementations side by side. With a GPU its architecture, for which the library is built anyway."""
+    if not common.find_nvcc():
+        pytest.skip("no nvcc: the CUDA C twin cannot be compiled here")
+    architectures = (driver.device_info(0).arch,) if driver.device_count() else OFFLINE_ARCHITECTURES
+    rows = common.numba_resources(architectures) + common.cuda_ref_resources(architectures)
+    assert len(rows) == 2 * len(common.COMPILED) * len(architectures), "a kernel of one implementation has no counterpart in the other"
+    with capsys.disabled():
+        print("\n" + common.format_resources(rows))
+
+
+# --- configurations ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_three_tilings_of_the_design():
+    assert [(tile.head_tile, tile.kv_tile) for tile in TILE_CONFIGS] == [(8, 16), (16, 16), (8, 32)]
+    assert [tile.shared_bytes(TUNED) for tile in TILE_CONFIGS] == [55_872, 74_880, 93_248]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}_{layout[1]}")
+@pytest.mark.parametrize("tile", TILE_CONFIGS, ids=str)
+def test_every_tile_fits_the_smallest_device(tile, layout, dtype):
+    shape = Shape(*layout, dtype)
+    floats = (tile.head_tile + tile.kv_tile) * sum(layout) + tile.head_tile * tile.kv_tile + 2 * tile.head_tile
+    assert tile.shared_bytes(shape) == 4 * floats
+    tile.check_device(shape, SMALLEST_SHARED_BYTES, "sm_120")
+
+
+@pytest.mark.parametrize(
+    "head_tile, kv_tile, message",
+    [
+        (8, 8, "kv_tile: expected 16 or 32 (a softmax row is one warp wide, whole keys a warp), got 8"),
+        (8, 64, "kv_tile: expected 16 or 32 (a softmax row is one warp wide, whole keys a warp), got 64"),
+        (12, 16, "head_tile: expected a multiple of the 8 warps of a block, got 12"),
+        (0, 16, "head_tile: expected a multiple of the 8 warps of a block, got 0"),
+        (-8, 16, "head_tile: expected a multiple of the 8 warps of a block, got -8"),
+        (16, 32, "head_tile 16 x kv_tile 32: a warp's scores must be 16 or 32 to reduce into one score a lane, got 64"),
+        (24, 16, "head_tile 24 x kv_tile 16: a warp's scores must be 16 or 32 to reduce into one score a lane, got 48"),
+    ],
+)
+def test_a_tile_that_does_not_add_up_refuses_itself(head_tile, kv_tile, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TileConfig(head_tile, kv_tile)
+
+
+def test_a_device_too_small_is_refused_with_the_numbers_and_what_would_run():
+    with pytest.raises(UnsupportedError) as caught:
+        TileConfig(8, 32).check_device(TUNED, 65_536, "a small GPU")
+    assert str(caught.value) == (
+        "head_tile=8, kv_tile=32 needs 93,248 B of shared memory, a small GPU has 65,536 B; would run: head_tile=8, kv_tile=16"
+    )
+    with pytest.raises(
+        UnsupportedError, match=re.escape("needs 55,872 B of shared memory, a tiny GPU has 49,152 B; kernel='naive' needs none")
+    ):
+        TileConfig(8, 16).check_device(TUNED, 49_152, "a tiny GPU")
+    TileConfig(8, 16).check_device(TUNED, 55_872, "one that just fits")
+
+
+@pytest.mark.parametrize(
+    "latent, rope, message",
+    [
+        (100, 64, "latent_dim=100: the kernels take multiples of 32 from 32 to 512"),
+        (544, 64, "latent_dim=544: the kernels take multiples of 32 from 32 to 512"),
+        (0, 64, "latent_dim=0: the kernels take multiples of 32 from 32 to 512"),
+        (512, 16, "rope_dim=16: the kernels take multiples of 32 from 0 to 128"),
+        (512, 160, "rope_dim=160: the kernels take multiples of 32 from 0 to 128"),
+        (512, -32, "rope_dim=-32: the kernels take multiples of 32 from 0 to 128"),
+    ],
+)
+def test_a_row_layout_no_kernel_takes_is_refused(latent, rope, message):
+    assert message in unsupported_shape(latent, rope)
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
+        Shape(latent, rope, "bfloat16")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}_{layout[1]}")
+def test_the_promised_layouts_are_taken(layout):
+    assert unsupported_shape(*layout) == ""
+
+
+@pytest.mark.parametrize("heads, tile", [(1, (8, 16)), (8, (8, 16)), (9, (16, 16)), (16, (16, 16)), (128, (16, 16))])
+def test_the_number_of_heads_chooses_the_tile(heads, tile):
+    """More than 8 heads share a fetch by 16; up to 8, half of a tile of 16 would be padding."""
+    assert choose_tile(heads) == TileConfig(*tile)
+
+
+def test_configurations_are_frozen():
+    for config in (TUNED, LARGEST, *(source.config for source in VARIANTS.values())):
+        with pytest.raises(AttributeError):
+            config.head_tile = 1
+        assert hash(config) is not None
