@@ -10,7 +10,7 @@ TEST_ARGS ?= -n auto
 help:
 	@echo "make demo    verify one draft tree and show tree, mask and result (GPU, or CPU where there is none)"
 	@echo "make test    run the test suite (TEST_ARGS=... goes to pytest)"
-	@echo "make bench   measure this commit with airspeed velocity (needs a GPU)"
+	@echo "make bench   measure this commit with airspeed velocity and keep the figures (BENCH_ARGS=\"--bench Offline\" for a part)"
 	@echo "make clean   remove .venv, caches and built files"
 
 demo:
@@ -23,8 +23,7 @@ test:
 
 bench:
 	@$(PYTHON) tools/bootstrap.py --extra bench
-	@$(VENV) -m asv machine --yes --config asv_bench/asv.conf.json
-	@$(VENV) -m asv run --config asv_bench/asv.conf.json --environment existing:$(CURDIR)/$(VENV) --set-commit-hash $$(git rev-parse HEAD)
+	@$(VENV) tools/bench.py $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache asv_bench/env asv_bench/html

@@ -6,7 +6,8 @@ Standard library only, and quick when nothing changed. What it does, in this ord
    with its own stack), .venv sees those packages; else it is an empty one.
 2. Installs what pyproject.toml asks for and is not there yet. When everything is there already, the network is not touched: the checkout
    is put on the path of .venv with a .pth file.
-3. Looks for nvcc, for the CUDA C twin; installs the `nvcc` extra when there is none. The rest works without it, so that may fail.
+3. Looks for nvcc, for the CUDA C twin, and nvdisasm, for tests of the machine code; installs the extra that brings one when it is not
+   there. The rest works without, so that may fail.
 4. Prints what was found and what is missing.
 """
 
@@ -27,6 +28,8 @@ STAMP = VENV / "bootstrap.json"
 OLDEST_PYTHON = (3, 10)
 # Having one of these, an interpreter belongs to a GPU machine whose own stack should be used rather than downloaded again.
 GPU_STACK = ("numba-cuda", "torch")
+# Programs of the CUDA toolkit that come as wheels as well: name, the extra that brings it, what is lost without it.
+TOOLS = (("nvcc", "nvcc", "the CUDA C twin is not built for a GPU"), ("nvdisasm", "sass", "machine code is not looked at"))
 REPORTED = ("numba-cuda", "numba", "numpy", "ml_dtypes", "greenlet", "cuda-core", "pytest", "torch", "cupy-cuda13x")
 
 
@@ -47,8 +50,8 @@ def main():
     extras = sorted({*arguments.extra, *state["extras"]} if state["key"] == stamp_key() else set(arguments.extra))
     create_venv()
     install(extras)
-    nvcc = find_nvcc() or install_nvcc()
-    report(nvcc)
+    tools = {name: find_tool(name) or install_tool(name, extra, loss) for name, extra, loss in TOOLS}
+    report(tools)
     STAMP.write_text(json.dumps({"key": stamp_key(), "extras": extras}))
 
 
@@ -100,8 +103,12 @@ def create_venv():
 
 
 def install(extras):
-    lacking = ask_venv(extras)["missing"]
+    direct, behind = ask_venv(extras)["missing"]
     target = f"numba-verify[{','.join(extras)}]" if extras else "numba-verify"
+    if behind and not direct and compiles():
+        say(f"a CUDA toolkit stands in for {', '.join(behind)}: a kernel compiles without")
+        behind = []
+    lacking = direct + behind
     if not lacking:
         say(f"everything that {target} needs is there already; putting the checkout on the path of .venv")
         add_to_path("numba_verify_checkout", ROOT)
@@ -109,26 +116,26 @@ def install(extras):
     say(f"installing {target}; to be fetched: {', '.join(lacking)}")
     if run_pip("install", "--editable", f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)).returncode == 0:
         return
-    report(find_nvcc())
+    report({name: find_tool(name) for name, _, _ in TOOLS})
     fail(
         f"pip could not install: {', '.join(lacking)}\n"
         "On a machine with no network these must be importable from the interpreter that runs this script, or lie on PYTHONPATH."
     )
 
 
-def install_nvcc():
-    """The nvcc extra, or None with a word about it: without nvcc only the CUDA build of the twin is lost."""
-    say("no nvcc on PATH, in CUDA_HOME or in .venv; installing the nvcc extra for the CUDA C twin")
-    asked = requirements(["nvcc"], only_extras=True)
+def install_tool(name, extra, loss):
+    """The extra that brings a program of the CUDA toolkit, or None with a word about it: all else works without."""
+    say(f"no {name} on PATH, in CUDA_HOME or in .venv; installing the {extra} extra")
+    asked = requirements([extra], only_extras=True)
     if run_pip("install", "--retries", "1", *asked).returncode:
-        say("nvcc could not be installed: the CUDA C twin is not built here, all else works (make clean and make again to retry)")
-    return find_nvcc()
+        say(f"{name} could not be installed: {loss}, all else works (make clean and make again to retry)")
+    return find_tool(name)
 
 
-def find_nvcc():
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)] + ["/usr/local/cuda"]
-    candidates = [shutil.which("nvcc"), *(os.path.join(home, "bin", "nvcc") for home in homes)]
-    candidates += VENV.glob("lib/python*/site-packages/nvidia/*/bin/nvcc")
+def find_tool(name):
+    homes = [os.environ[home] for home in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(home)] + ["/usr/local/cuda"]
+    candidates = [shutil.which(name), *(os.path.join(home, "bin", name) for home in homes)]
+    candidates += VENV.glob(f"lib/python*/site-packages/nvidia/*/bin/{name}")
     return next((str(path) for path in candidates if path and os.access(path, os.X_OK)), None)
 
 
@@ -155,11 +162,21 @@ def requirements(extras, only_extras=False):
     return found
 
 
+def compiles():
+    """Whether a kernel compiles in .venv as it is. What an extra of numba-cuda would install may also come from a CUDA toolkit."""
+    command = ("from numba_verify.backend import kernel_sources; from numba_verify.gpu.compile import compile_uncached; "
+               "from numba_verify.kernels.config import Shape; "
+               "compile_uncached(kernel_sources(Shape(128, 64, 'bfloat16'), None, 8, False)['combine'], 'sm_80')")
+    answer = subprocess.run([venv_python(), "-c", command], capture_output=True, text=True, cwd=ROOT)
+    return answer.returncode == 0
+
+
 def missing_requirements(extras):
-    """Requirements that this interpreter does not meet, as texts; those of a requirement's own extras are looked into as well."""
+    """Requirements that this interpreter does not meet: (the project's own, those behind a requirement's extras), as texts."""
     from pip._vendor.packaging.requirements import Requirement
 
-    lacking, seen, queue = [], set(), [(text, None) for text in requirements(extras)]
+    direct, behind = [], []
+    seen, queue = set(), [(text, None) for text in requirements(extras)]
     while queue:
         text, through = queue.pop()
         wanted = Requirement(text)
@@ -169,10 +186,10 @@ def missing_requirements(extras):
         seen.add(text)
         version = installed_version(wanted.name)
         if version is None or not wanted.specifier.contains(version, prereleases=True):
-            lacking.append(f"{wanted.name}{wanted.specifier}" + (f" (have {version})" if version else ""))
+            (direct if through is None else behind).append(f"{wanted.name}{wanted.specifier}" + (f" (have {version})" if version else ""))
         elif wanted.extras:
             queue += [(inner, wanted.extras) for inner in metadata.requires(wanted.name) or []]
-    return sorted(lacking)
+    return sorted(direct), sorted(behind)
 
 
 def ask_venv(extras):
@@ -198,10 +215,10 @@ def run_pip(*arguments, quiet=False):
     return subprocess.run([*command, "--quiet"])
 
 
-def report(nvcc):
+def report(tools):
     found = [f"{name} {version}" for name, version in ask_venv([])["versions"].items() if version]
     say("found " + (", ".join(found) or "no package that is used here"))
-    say(f"nvcc: {nvcc or 'none'}")
+    say(", ".join(f"{name}: {path or 'none'}" for name, path in tools.items()))
 
 
 def say(text):

@@ -1,0 +1,69 @@
+"""What did the compilers make of the kernels? Registers, memory and instructions, no GPU needed. Lower is better."""
+
+from __future__ import annotations
+
+try:
+    from . import common
+except ImportError:  # run as a script
+    import common
+
+
+class Offline:
+    """512/64 in bfloat16. cuda_ref needs nvcc; instruction counts need nvdisasm (and cuobjdump for cuda_ref). What is missing reads n/a."""
+
+    params = [common.IMPLEMENTATIONS, common.COMPILED, common.ARCHITECTURES]
+    param_names = ["impl", "kernel", "arch"]
+    timeout = 60
+
+    def setup_cache(self):
+        """(impl, kernel, arch) -> Resources as a plain dict: asv pickles it."""
+        rows = common.numba_resources() + common.cuda_ref_resources()
+        return {(row.impl, row.kernel, row.arch): row._asdict() for row in rows}
+
+    setup_cache.timeout = 1200
+
+    def setup(self, figures, impl, kernel, arch):
+        if (impl, kernel, arch) not in figures:
+            raise common.skip(f"{impl} was not compiled here")
+
+    def track_registers(self, figures, impl, kernel, arch):
+        return figures[impl, kernel, arch]["registers"]
+
+    def track_shared_bytes(self, figures, impl, kernel, arch):
+        return figures[impl, kernel, arch]["shared_bytes"]
+
+    def track_spill_bytes(self, figures, impl, kernel, arch):
+        return figures[impl, kernel, arch]["spill_bytes"]
+
+    def track_stack_bytes(self, figures, impl, kernel, arch):
+        return figures[impl, kernel, arch]["stack_bytes"]
+
+    track_registers.unit = "registers"
+    track_shared_bytes.unit = track_spill_bytes.unit = track_stack_bytes.unit = "bytes"
+    for _function in (track_registers, track_shared_bytes, track_spill_bytes, track_stack_bytes):
+        _function.version = "1"
+    del _function
+
+
+class Instructions:
+    """Machine instructions of a kernel, padding left out."""
+
+    params = Offline.params
+    param_names = Offline.param_names
+    timeout = 60
+
+    setup_cache = Offline.setup_cache
+
+    def setup(self, figures, impl, kernel, arch):
+        if figures.get((impl, kernel, arch), {}).get("sass") is None:
+            raise common.skip(f"{impl} was not compiled or not disassembled here")
+
+    def track_sass_instructions(self, figures, impl, kernel, arch):
+        return figures[impl, kernel, arch]["sass"]
+
+    track_sass_instructions.unit = "instructions"
+    track_sass_instructions.version = "1"
+
+
+if __name__ == "__main__":
+    print(common.format_resources(common.numba_resources() + common.cuda_ref_resources()))
