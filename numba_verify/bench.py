@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import ModuleType
 from typing import Any
@@ -54,8 +55,8 @@ class Workload:
 
     def time(self, plan: Any, replays: int = 30) -> Timing:
         """Device time of `plan.run`, KV cold in L2."""
-        count = max(CALLS, len(self.pools))
-        return graph_time(self.ordinal, [lambda stream, p=i % len(self.pools): self.run(plan, p, stream) for i in range(count)], replays)
+        pools = [i % len(self.pools) for i in range(max(CALLS, len(self.pools)))]
+        return graph_time(self.ordinal, [functools.partial(self.run, plan, pool) for pool in pools], replays)
 
     def floor_us(self) -> float | None:
         """The shape's floor on this GPU."""

@@ -97,11 +97,12 @@ class Plan:
     def __init__(self, implementation: Implementation, spec: PlanSpec, validate: bool):
         self.spec, self._implementation, self._validate = spec, implementation, validate
         self._executor = implementation.make_executor(spec)
-        # DraftTree comes from the host: its visibility bits are uploaded here. [max_total_q, words] uint32.
-        self._tree_bytes = 4 * spec.max_total_q * spec.visibility_words
+        # DraftTree comes from the host: on a GPU its visibility bits, uint32 [max_total_q, words], are uploaded here.
+        self._tree_upload: driver.StagedUpload | None = None
+        if spec.device is not None:
+            self._tree_upload = driver.StagedUpload(4 * spec.max_total_q * spec.visibility_words, spec.device)
         self._workspace = Workspace(self._executor.workspace_bytes, spec.device)
         self._executor.bind(self._workspace)
-        self._tree_buffer: Workspace | None = Workspace(self._tree_bytes, spec.device) if spec.device is not None else None
         self._checked: validation.Checked | None = None
         self._host_rows = 0  # query rows a host DraftTree promised; 0 when only the device knows
 
@@ -112,8 +113,8 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of scratch the plan owns; `run` and `update` allocate nothing beyond."""
-        return self._workspace.nbytes + (self._tree_buffer.nbytes if self._tree_buffer is not None else 0)
+        """Bytes of scratch the plan owns, room for a host `DraftTree` included; `run` and `update` allocate nothing beyond."""
+        return self._workspace.nbytes + (self._tree_upload.buffer.nbytes if self._tree_upload is not None else 0)
 
     def __repr__(self) -> str:
         return f"<{self._implementation.name} plan: {self.spec}, workspace_bytes={self.workspace_bytes:,}>"
@@ -157,9 +158,9 @@ class Plan:
         words = tree.visibility.shape[1]
         bits = np.ascontiguousarray(tree.visibility)
         address = bits.ctypes.data
-        if self._tree_buffer is not None:
-            address = self._tree_buffer.address
-            driver.copy_to_device(address, bits, stream)
+        if self._tree_upload is not None:
+            address = self._tree_upload.buffer.address
+            self._tree_upload.copy(bits, stream)
         array = ArrayView(address, bits.shape, arrays.contiguous_strides(bits.shape), "uint32", self.spec.device, "numpy", bits)
         return TreeInput("bits", array, words, bits.size)
 

@@ -133,9 +133,9 @@ class Problem:
 
     def config(self, **changes):
         case = self.case
-        fields = dict(device=0, dtype=binding.DTYPES[case.dtype], num_heads=case.heads, latent_dim=case.latent, rope_dim=case.rope,
-                      page_size=case.page_size, draft_in_cache=not case.aside, deterministic=case.deterministic, tile_config=case.tile,
-                      max_batch=self.batch + 1, max_total_q=self.total_q + 3, max_kv_entries=len(self.pages))  # fmt: skip
+        fields = {"device": 0, "dtype": binding.DTYPES[case.dtype], "num_heads": case.heads, "latent_dim": case.latent, "rope_dim": case.rope,
+                      "page_size": case.page_size, "draft_in_cache": not case.aside, "deterministic": case.deterministic, "tile_config": case.tile,
+                      "max_batch": self.batch + 1, "max_total_q": self.total_q + 3, "max_kv_entries": len(self.pages)}  # fmt: skip
         return binding.PlanConfig(**{**fields, **changes})
 
     def indices(self):

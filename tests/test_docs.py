@@ -153,9 +153,9 @@ def test_ratios_are_formed_within_one_file(tmp_path):
 
 
 @pytest.mark.parametrize("second, text", [
-    (dict(figures=[figure()]), "b.json: b1_kv4096_t16_h64 numba_verify paged was measured twice; keep one of the two"),
-    (dict(figures=[], gpu="Toy GPU"), "b.json: expected gpu 'NVIDIA H200' like the files before it, got 'Toy GPU'"),
-    (dict(figures=[figure(shape="large")]), "expected a shape such as b1_kv4096_t16_h64, got 'large'")],
+    ({"figures": [figure()]}, "b.json: b1_kv4096_t16_h64 numba_verify paged was measured twice; keep one of the two"),
+    ({"figures": [], "gpu": "Toy GPU"}, "b.json: expected gpu 'NVIDIA H200' like the files before it, got 'Toy GPU'"),
+    ({"figures": [figure(shape="large")]}, "expected a shape such as b1_kv4096_t16_h64, got 'large'")],
     ids=["twice", "another_gpu", "shape"])
 def test_results_that_make_no_table(tmp_path, capsys, second, text):
     paths = [result_file(tmp_path, "a.json", [figure()]), result_file(tmp_path, "b.json", **second)]

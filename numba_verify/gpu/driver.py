@@ -6,6 +6,7 @@ Nothing here is touched at import, so the package imports on a machine with no d
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -169,6 +170,43 @@ class DeviceBuffer:
         try:
             with context(self.ordinal), _relaxed_capture():
                 call("cuMemFree", address)
+        except (DriverError, TypeError, AttributeError, ImportError):
+            pass  # the interpreter or the driver is shutting down and takes the memory with it
+
+
+class StagedUpload:
+    """Host arrays of up to `nbytes` to a device buffer of its own, in stream order and without waiting for the stream.
+
+    The driver may wait for the stream before it copies from ordinary (pageable) memory; from pinned memory it does not. Two pinned halves
+    take turns, so the host waits only when it is two whole uploads ahead of the device.
+    """
+
+    def __init__(self, nbytes: int, ordinal: int):
+        self.ordinal, self._turn, self._pinned = ordinal, 0, 0
+        self.buffer = DeviceBuffer(nbytes, ordinal)
+        with context(ordinal), _relaxed_capture():
+            self._pinned = int(call("cuMemHostAlloc", 2 * max(nbytes, 1), 0))
+            self._events = [call("cuEventCreate", _driver().CUevent_flags.CU_EVENT_DISABLE_TIMING) for _ in range(2)]
+        self._halves = np.ctypeslib.as_array((ctypes.c_uint8 * (2 * max(nbytes, 1))).from_address(self._pinned)).reshape(2, -1)
+
+    def copy(self, array: np.ndarray, stream: int) -> None:
+        """Enqueue the upload of a contiguous array; it may be changed or freed on return. The context has to be current."""
+        half, self._turn = self._turn, 1 - self._turn
+        call("cuEventSynchronize", self._events[half])
+        self._halves[half, :array.nbytes] = array.reshape(-1).view(np.uint8)
+        if array.nbytes:
+            call("cuMemcpyHtoDAsync", self.buffer.address, self._pinned + half * self._halves.shape[1], array.nbytes, stream)
+        call("cuEventRecord", self._events[half], stream)
+
+    def __del__(self):
+        if not self._pinned:
+            return
+        try:
+            with context(self.ordinal), _relaxed_capture():
+                for event in self._events:
+                    call("cuEventSynchronize", event)  # a copy that still reads the pinned memory
+                    call("cuEventDestroy", event)
+                call("cuMemFreeHost", self._pinned)
         except (DriverError, TypeError, AttributeError, ImportError):
             pass  # the interpreter or the driver is shutting down and takes the memory with it
 

@@ -37,7 +37,7 @@ def _ancestors(lang: Any) -> Callable:
 
 def _flag(lang: Any) -> Callable:
     """Whether draft token d is visible to row i by a mask of one entry a (row, token): 1 or 0."""
-    int64, uint32 = lang.int64, lang.uint32
+    uint32 = lang.uint32
 
     @lang.device
     def flag(kind, mask, request, i, d, prefix, n, mask_begin, stride, length):

@@ -169,7 +169,7 @@ def build_schedule(lang: Any, config: ScheduleConfig) -> Callable:
     read, clamp = index_reader(lang), _clamp(lang)
     tid, bar_sync, threads = lang.tid_x, lang.bar_sync, SCHEDULE_THREADS
     split = work_split(lang, config)
-    blocks_of, piece_of, deterministic = split.blocks, split.piece, config.deterministic
+    blocks_of, piece_of = split.blocks, split.piece
     drafts, listed = _lengths(lang, MAX_DRAFT_TOKENS)
     share = _share(lang, config)
     fields, min_units = REQUEST_FIELDS, MIN_UNITS

@@ -66,10 +66,10 @@ class Call:
         placed = {name: put_guarded(guard) for name, guard in guards.items()}
         tree = placed.get("tree", problem.tree)
         module = IMPLEMENTATIONS[self.implementation]
-        arguments = dict(
-            tree=tree, sm_scale=problem.sm_scale, kv_lens=placed.get("kv_lens"), draft_kv=placed.get("draft_kv"), logit_cap=case.logit_cap,
-            latent_dim=case.latent_dim, page_size=case.page_size, kernel=self.kernel, deterministic=case.deterministic,
-            out=placed["out"], lse=placed["lse"])
+        arguments = {
+            "tree": tree, "sm_scale": problem.sm_scale, "kv_lens": placed.get("kv_lens"), "draft_kv": placed.get("draft_kv"),
+            "logit_cap": case.logit_cap, "latent_dim": case.latent_dim, "page_size": case.page_size, "kernel": self.kernel, "deterministic": case.deterministic,
+            "out": placed["out"], "lse": placed["lse"]}
         module.verify_mla(placed["q"], placed["kv_cache"], placed["qo_indptr"], placed["kv_indptr"], placed["kv_indices"],
                           **{**arguments, **self.options})
         for name, guard in guards.items():
