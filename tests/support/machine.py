@@ -68,7 +68,8 @@ class Call:
         module = IMPLEMENTATIONS[self.implementation]
         arguments = {
             "tree": tree, "sm_scale": problem.sm_scale, "kv_lens": placed.get("kv_lens"), "draft_kv": placed.get("draft_kv"),
-            "logit_cap": case.logit_cap, "latent_dim": case.latent_dim, "page_size": case.page_size, "kernel": self.kernel, "deterministic": case.deterministic,
+            "logit_cap": case.logit_cap, "latent_dim": case.latent_dim, "page_size": case.page_size,
+            "kernel": self.kernel, "deterministic": case.deterministic,
             "out": placed["out"], "lse": placed["lse"]}
         module.verify_mla(placed["q"], placed["kv_cache"], placed["qo_indptr"], placed["kv_indptr"], placed["kv_indices"],
                           **{**arguments, **self.options})
