@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_ref import binding, build, resources
+from cuda_ref import binding, build, resources, toolchain
 from cuda_ref.binding import Status
 from cuda_ref.toolchain import BuildError
 
@@ -20,9 +20,15 @@ SOURCES = ROOT / "cuda_ref"
 # What a block may have on sm_86, sm_89 and sm_120 (CUDA C++ Programming Guide, technical specifications).
 SMALLEST_SHARED = 101_376
 
-needs_nvcc = pytest.mark.skipif(
-    shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"), reason="needs nvcc on PATH or in CUDA_HOME"
-)
+def nvcc_is_missing():
+    try:
+        toolchain.find_nvcc()
+    except BuildError:
+        return True
+    return False
+
+
+needs_nvcc = pytest.mark.skipif(nvcc_is_missing(), reason="needs nvcc: on PATH, in CUDA_HOME or as a wheel")
 
 
 def run(*command, **options):

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .attend import attend
 from .config import TILE_THREADS, Shape, TileConfig
 from .elements import elements
 from .naive import SIGNATURE as SIGNATURE
 from .schedule import FLAG_DRAFT_ASIDE, FLAG_LSE, KV_LEN, PREFIX, Q_BEGIN, REQUEST_FIELDS, SLOT_BEGIN
-from .tile import tile_steps
 
 THREADS = TILE_THREADS
 
@@ -43,15 +43,13 @@ def grid(config: FlashConfig, rows: int, num_heads: int) -> tuple[int, int]:
 
 def build(lang: Any, config: FlashConfig) -> Callable:
     """The kernel for `config` in the vocabulary `lang`. Arguments as `naive`."""
-    uint32, uint64, unroll, bar_sync = lang.uint32, lang.uint64, lang.unroll, lang.bar_sync
+    uint32, uint64 = lang.uint32, lang.uint64
     pointer, u32, i32, i64, f32 = lang.pointer, lang.u32, lang.i32, lang.i64, lang.f32
     tid, block_x, block_y = lang.tid_x, lang.ctaid_x, lang.ctaid_y
-    element, steps = elements(lang, config.shape.dtype), tile_steps(lang, config.shape, config.tile)
-    tag, store = element.tag, element.store
+    steps = attend(lang, config.shape, config.tile)
     new_acc, new_statistics, start, load_queries = steps.new_accumulators, steps.new_statistics, steps.start, steps.load_queries
-    load_keys, scores, softmax, accumulate = steps.load_keys, steps.scores, steps.softmax, steps.accumulate
-    finish, output, columns = steps.finish, steps.output, steps.columns
-    head_tile, kv_tile, latent, threads = config.tile.head_tile, config.tile.kv_tile, config.shape.latent_dim, TILE_THREADS
+    keys, write, tag = steps.keys, steps.write, elements(lang, config.shape.dtype).tag
+    head_tile, kv_tile = config.tile.head_tile, config.tile.kv_tile
     fields = uint64(REQUEST_FIELDS)
     q_begin_at, prefix_at, kv_len_at, slots_at = uint64(Q_BEGIN), uint64(PREFIX), uint64(KV_LEN), uint64(SLOT_BEGIN)
 
@@ -73,31 +71,10 @@ def build(lang: Any, config: FlashConfig) -> Callable:
         acc, peak, total = new_acc(), new_statistics(), new_statistics()
         start(acc, peak, total)
         load_queries(q_address, row * uint64(q_row) + head0 * uint64(q_head), uint64(q_head), heads, t)
-        for first in range(0, kv_len, kv_tile):
-            key0 = uint32(first)
-            load_keys(key0, prefix, kv_len, aside, visibility, bits, kv_address, slots, slot0, token_stride, page_size, page_gap,
-                      draft_address, draft0, uint64(draft_stride), t)
-            # Queries and keys, stored by all threads, are complete before any warp reads them.
-            bar_sync()
-            scores(key0, prefix, kv_len, visibility, bits, sm_scale, logit_cap, t)
-            # A softmax row is written by all warps (each has its own keys) and read by one.
-            bar_sync()
-            softmax(peak, total, t)
-            # Weights and rescale factors, each written by one warp, are read by every thread.
-            bar_sync()
-            accumulate(acc, t)
-            # All threads have read the KV tile and the weights before the next tile overwrites them.
-            bar_sync()
-        finish(peak, total, heads, pointer(lse_address, f32), row * uint64(num_heads) + head0, flags & FLAG_LSE, t)
-        # The sums, each written by its warp, are read by every thread.
-        bar_sync()
-        out, out_at = pointer(out_address, tag), row * uint64(out_row) + head0 * uint64(out_head)
-        for h in range(head_tile):
-            unroll()
-            for c in range(columns):
-                unroll()
-                column = t + uint32(c * threads)
-                if uint32(h) < heads and column < uint32(latent):
-                    store(out, out_at + uint64(h) * uint64(out_head) + uint64(column), output(acc, h, c))
+        tiles = (kv_len + uint32(kv_tile - 1)) // uint32(kv_tile)
+        keys(acc, peak, total, 0, tiles, prefix, kv_len, aside, visibility, bits, kv_address, slots, slot0, token_stride, page_size, page_gap,
+             draft_address, draft0, uint64(draft_stride), sm_scale, logit_cap, t)
+        write(acc, peak, total, heads, pointer(out_address, tag), row * uint64(out_row) + head0 * uint64(out_head), uint64(out_head),
+              pointer(lse_address, f32), row * uint64(num_heads) + head0, flags & FLAG_LSE, t)
 
     return flash

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .attend import attend
 from .config import TILE_THREADS, Shape, TileConfig
 from .elements import elements
 from .schedule import (
@@ -38,7 +39,6 @@ from .schedule import (
     ScheduleConfig,
     work_split,
 )
-from .tile import tile_steps
 
 THREADS = TILE_THREADS
 SIGNATURE = ("address",) * 11 + ("i64",) * 12 + ("f32",) * 2
@@ -64,17 +64,15 @@ class PagedConfig:
 
 def build(lang: Any, config: PagedConfig) -> Callable:
     """The kernel for `config` in the vocabulary `lang`."""
-    uint32, uint64, int64, unroll, bar_sync = lang.uint32, lang.uint64, lang.int64, lang.unroll, lang.bar_sync
+    uint32, uint64, int64 = lang.uint32, lang.uint64, lang.int64
     pointer, u32, i64, f32 = lang.pointer, lang.u32, lang.i64, lang.f32
     tid, block_x = lang.tid_x, lang.ctaid_x
-    element, steps = elements(lang, config.shape.dtype), tile_steps(lang, config.shape, config.tile)
-    tag, store = element.tag, element.store
+    steps = attend(lang, config.shape, config.tile)
     new_acc, new_statistics, start, load_queries = steps.new_accumulators, steps.new_statistics, steps.start, steps.load_queries
-    load_keys, scores, softmax, accumulate = steps.load_keys, steps.scores, steps.softmax, steps.accumulate
-    finish, save, output, columns = steps.finish, steps.save, steps.output, steps.columns
+    keys, write, save, tag = steps.keys, steps.write, steps.save, elements(lang, config.shape.dtype).tag
     split = work_split(lang, config.schedule)
     blocks_of, piece_of, deterministic = split.blocks, split.piece, config.deterministic
-    head_tile, kv_tile, latent, threads = config.tile.head_tile, config.tile.kv_tile, config.shape.latent_dim, TILE_THREADS
+    head_tile, latent = config.tile.head_tile, config.shape.latent_dim
 
     def paged(q_address, kv_address, draft_address, out_address, lse_address,
               requests_address, ctas_address, slots_address, visibility_address, partial_address, statistics_address,
@@ -108,48 +106,17 @@ def build(lang: Any, config: PagedConfig) -> Callable:
                 if row < uint64(num_rows):
                     start(acc, peak, total)
                     load_queries(q_address, row * uint64(q_row) + head0 * q_head, q_head, heads, t)
-                    for block in range(unit, stop):
-                        key0 = uint32(block * kv_tile)
-                        load_keys(key0, prefix, kv_len, aside, visibility, bits, kv_address, slots, slot0, token_stride, page_size,
-                                  page_gap, draft_address, draft0, uint64(draft_stride), t)
-                        # Queries and keys, stored by all threads, are complete before any warp reads them.
-                        bar_sync()
-                        scores(key0, prefix, kv_len, visibility, bits, sm_scale, logit_cap, t)
-                        # A softmax row is written by all warps (each has its own keys) and read by one.
-                        bar_sync()
-                        softmax(peak, total, t)
-                        # Weights and rescale factors, each written by one warp, are read by every thread.
-                        bar_sync()
-                        accumulate(acc, t)
-                        # All threads have read the KV tile and the weights before the next tile overwrites them.
-                        bar_sync()
+                    keys(acc, peak, total, unit, stop, prefix, kv_len, aside, visibility, bits, kv_address, slots, slot0, token_stride,
+                         page_size, page_gap, draft_address, draft0, uint64(draft_stride), sm_scale, logit_cap, t)
                     if unit == int64(0) and stop == units:
-                        out, out_at = pointer(out_address, tag), row * uint64(out_row) + head0 * uint64(out_head)
-                        finish(peak, total, heads, pointer(lse_address, f32), row * uint64(num_heads) + head0, flags & FLAG_LSE, t)
-                        # The sums, each written by its warp, are read by every thread.
-                        bar_sync()
-                        for h in range(head_tile):
-                            unroll()
-                            for c in range(columns):
-                                unroll()
-                                column = t + uint32(c * threads)
-                                if uint32(h) < heads and column < uint32(latent):
-                                    store(out, out_at + uint64(h) * uint64(out_head) + uint64(column), output(acc, h, c))
+                        write(acc, peak, total, heads, pointer(out_address, tag), row * uint64(out_row) + head0 * uint64(out_head),
+                              uint64(out_head), pointer(lse_address, f32), row * uint64(num_heads) + head0, flags & FLAG_LSE, t)
                     else:
                         slot = int64(2) * p + (int64(1) if unit == int64(0) else int64(0))
                         if deterministic:
                             slot = requests[table + PIECE_BEGIN] + tile * ((units + length - int64(1)) // length) + piece
-                        partial, partial_at = pointer(partial_address, f32), uint64(slot) * uint64(head_tile * latent)
-                        save(peak, total, heads, pointer(statistics_address, f32), uint64(slot) * uint64(2 * head_tile), t)
-                        # The sums, each written by its warp, are read by every thread.
-                        bar_sync()
-                        for h in range(head_tile):
-                            unroll()
-                            for c in range(columns):
-                                unroll()
-                                column = t + uint32(c * threads)
-                                if uint32(h) < heads and column < uint32(latent):
-                                    partial[partial_at + uint64(h * latent) + uint64(column)] = output(acc, h, c)
+                        save(acc, peak, total, heads, pointer(partial_address, f32), uint64(slot) * uint64(head_tile * latent),
+                             pointer(statistics_address, f32), uint64(slot) * uint64(2 * head_tile), t)
                 left = left - (stop - unit)
                 unit = stop
                 if unit == units:

@@ -65,7 +65,7 @@ MUTANTS = [
         SMALL,
         WRONG_OUT,
     ),
-    *one("skip_tail_tile", "flash", "flash", "range(0, kv_len, kv_tile)", "range(0, kv_len - kv_len % kv_tile, kv_tile)", SMALL, WRONG_OUT),
+    *one("skip_tail_tile", "flash", "flash", "(kv_len + uint32(kv_tile - 1)) // uint32(kv_tile)", "kv_len // uint32(kv_tile)", SMALL, WRONG_OUT),
     *one(
         "skip_tail_tile",
         "paged",
@@ -79,8 +79,8 @@ MUTANTS = [
         "off_by_one_in_the_tail",
         "flash",
         "flash",
-        "range(0, kv_len, kv_tile)",
-        "range(0, kv_len - 1, kv_tile)",
+        "(kv_len + uint32(kv_tile - 1)) // uint32(kv_tile)",
+        "(kv_len - 1 + uint32(kv_tile - 1)) // uint32(kv_tile)",
         replace(SMALL, prefix=(31, 12)),
         WRONG_OUT,
     ),
@@ -355,9 +355,9 @@ MUTANTS = [
     *one(
         "write_padding_heads",
         "flash",
-        "flash",
-        "if uint32(h) < heads and column < uint32(latent):",
-        "if column < uint32(latent):",
+        "attend",
+        "if uint32(h) < heads and column < uint32(latent):\n                    store",
+        "if column < uint32(latent):\n                    store",
         SMALL,
         f"{GUARD}|{OUTSIDE}|{WRONG_OUT}",
     ),
@@ -373,9 +373,9 @@ MUTANTS = [
     *one(
         "write_beyond_the_latent",
         "flash",
-        "flash",
-        "if uint32(h) < heads and column < uint32(latent):",
-        "if uint32(h) < heads:",
+        "attend",
+        "if uint32(h) < heads and column < uint32(latent):\n                    store",
+        "if uint32(h) < heads:\n                    store",
         SMALL,
         f"{GUARD}|{OUTSIDE}|{WRONG_OUT}",
     ),
@@ -385,6 +385,6 @@ NO_REQUESTS = replace(SMALL, name="mutant_no_requests", trees=(), prefix=())
 # A whole tile and both ends of a cut one: every branch of paged, and so every barrier.
 WHOLE_AND_CUT = replace(SPLIT, name="mutant_whole_and_cut", prefix=(140, 9))
 #: Modules with barriers: the kernel that is run for them, and a case in which their barriers matter.
-BARRIERS = {"flash": ("flash", SMALL), "paged": ("paged", WHOLE_AND_CUT), "schedule": ("naive", SMALL)}
+BARRIERS = {"attend": ("paged", WHOLE_AND_CUT), "schedule": ("naive", SMALL)}
 #: Barriers, by the comment above them, that matter in another case than that.
 SPECIAL_CASES = {"# The totals are zero before any thread reads them below.": NO_REQUESTS}
