@@ -140,9 +140,11 @@ def find_tool(name):
 
 
 def add_to_path(name, *folders):
-    """A .pth file in .venv: its lines are appended to sys.path when Python starts."""
+    """A .pth file in .venv. Python runs its lines when it starts; addsitedir, and not the bare folder, because a shared environment has
+    .pth files of its own, and numba-cuda works through one."""
     site = next(VENV.glob("lib/python*/site-packages"))
-    (site / f"{name}.pth").write_text("".join(f"{folder}\n" for folder in dict.fromkeys(map(str, folders))))
+    lines = [f"import site; site.addsitedir({str(folder)!r})\n" for folder in dict.fromkeys(folders)]
+    (site / f"{name}.pth").write_text("".join(lines))
 
 
 def requirements(extras, only_extras=False):
