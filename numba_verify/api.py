@@ -93,6 +93,7 @@ def make_api(implementation: Implementation, warm: Callable[..., list[str]]) -> 
         Returns {"seconds": wall time, name of each kernel: seconds}. NoDeviceError with no GPU, UnsupportedError when it cannot run.
         """
         driver.require_device("warmup")
+        driver.device_info(device)  # NoDeviceError when there is no such GPU
         chosen = can_run(kernel=kernel, num_heads=num_heads, latent_dim=latent_dim, rope_dim=rope_dim, dtype=dtype, page_size=page_size,
                          device=device)
         if not chosen:

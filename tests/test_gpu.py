@@ -54,8 +54,11 @@ class Buffers:
 
     def plan(self, name, kernel, **options):
         a = self.arrays
-        return machine.IMPLEMENTATIONS[name].plan(a["qo_indptr"], a["kv_indptr"], a["kv_indices"], tree=a["tree"], num_heads=HEADS,
+        plan = machine.IMPLEMENTATIONS[name].plan(a["qo_indptr"], a["kv_indptr"], a["kv_indices"], tree=a["tree"], num_heads=HEADS,
                                                   kernel=kernel, **CAPACITY, **options)
+        # `plan` worked on the default stream, and the streams of these tests do not wait for that one.
+        driver.synchronize(0)
+        return plan
 
     def update(self, plan, stream):
         a = self.arrays
