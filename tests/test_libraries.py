@@ -71,6 +71,7 @@ def test_torch_cuda_graph(name):
     torch = pytest.importorskip("torch")
     arrays = {key: torch.from_numpy(a).cuda() for key, a in host_arguments(np.float16).items()}
     side = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the arrays were filled on the default stream, which this one does not wait for
     with torch.cuda.stream(side):
         verify(name, arrays)
         side.synchronize()
@@ -88,7 +89,7 @@ def test_cupy(name):
     cupy = pytest.importorskip("cupy")
     arrays = {key: cupy.asarray(a) for key, a in host_arguments(np.float16).items()}
     stream = cupy.cuda.Stream(non_blocking=True)
-    stream.synchronize()
+    cupy.cuda.Device().synchronize()  # the arrays were filled on the default stream, which this one does not wait for
     with stream:
         out, lse = verify(name, arrays)
     stream.synchronize()
