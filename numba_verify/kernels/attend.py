@@ -27,14 +27,30 @@ class Attend(NamedTuple):
     save: Callable
 
 
+def _put_rows(lang: Any, shape: Shape, config: TileConfig, output: Callable, columns: int, store: Callable) -> Callable:
+    """put(acc, heads, pointer, at, head_stride, t): the finished values of the heads that exist, head h from element at + h * head_stride."""
+    uint32, uint64, unroll = lang.uint32, lang.uint64, lang.unroll
+    head_tile, latent, threads = config.head_tile, shape.latent_dim, TILE_THREADS
+
+    @lang.device
+    def put(acc, heads, pointer, at, head_stride, t):
+        for h in range(head_tile):
+            unroll()
+            for c in range(columns):
+                unroll()
+                column = t + uint32(c * threads)
+                if uint32(h) < heads and column < uint32(latent):
+                    store(pointer, at + uint64(h) * head_stride + uint64(column), output(acc, h, c))
+
+    return put
+
+
 def attend(lang: Any, shape: Shape, config: TileConfig) -> Attend:
     """Build the functions in the vocabulary `lang`."""
     steps = tile_steps(lang, shape, config)
-    uint32, unroll, bar_sync, uint64 = lang.uint32, lang.unroll, lang.bar_sync, lang.uint64
+    uint32, uint64, bar_sync = lang.uint32, lang.uint64, lang.bar_sync
     load_keys, scores, softmax, accumulate = steps.load_keys, steps.scores, steps.softmax, steps.accumulate
-    finish, save_statistics, output, columns = steps.finish, steps.save, steps.output, steps.columns
-    store = elements(lang, shape.dtype).store
-    head_tile, kv_tile, latent, threads = config.head_tile, config.kv_tile, shape.latent_dim, TILE_THREADS
+    finish, save_statistics, kv_tile, latent = steps.finish, steps.save, config.kv_tile, shape.latent_dim
 
     @lang.device
     def keys(acc, peak, total, first, last, prefix, kv_len, aside, visibility, bits, kv_address, slots, slot0, token_stride, page_size,
@@ -55,30 +71,21 @@ def attend(lang: Any, shape: Shape, config: TileConfig) -> Attend:
             # All threads have read the KV tile and the weights before the next tile overwrites them.
             bar_sync()
 
+    put_elements, put_floats = (_put_rows(lang, shape, config, steps.output, steps.columns, elements(lang, dtype).store)
+                                for dtype in (shape.dtype, "float32"))
+
     @lang.device
     def write(acc, peak, total, heads, out, out_at, out_head, lse, lse_at, wants_lse, t):
         finish(peak, total, heads, lse, lse_at, wants_lse, t)
         # The sums, each written by its warp, are read by every thread.
         bar_sync()
-        for h in range(head_tile):
-            unroll()
-            for c in range(columns):
-                unroll()
-                column = t + uint32(c * threads)
-                if uint32(h) < heads and column < uint32(latent):
-                    store(out, out_at + uint64(h) * out_head + uint64(column), output(acc, h, c))
+        put_elements(acc, heads, out, out_at, out_head, t)
 
     @lang.device
     def save(acc, peak, total, heads, partial, partial_at, statistics, statistics_at, t):
         save_statistics(peak, total, heads, statistics, statistics_at, t)
         # The sums, each written by its warp, are read by every thread.
         bar_sync()
-        for h in range(head_tile):
-            unroll()
-            for c in range(columns):
-                unroll()
-                column = t + uint32(c * threads)
-                if uint32(h) < heads and column < uint32(latent):
-                    partial[partial_at + uint64(h * latent) + uint64(column)] = output(acc, h, c)
+        put_floats(acc, heads, partial, partial_at, uint64(latent), t)
 
     return Attend(steps.new_accumulators, steps.new_statistics, steps.start, steps.load_queries, keys, write, save)
