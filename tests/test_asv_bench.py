@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +162,7 @@ def test_results_are_filed_by_machine_and_merged(tmp_path, monkeypatch):
     assert target == folder / "01234567-no-gpu.json" and asv_writes({"b": [3]}) == target
     assert [path.name for path in folder.iterdir()] == ["01234567-no-gpu.json"]
     kept = json.loads(target.read_text())
+    assert kept["python"] == kept["params"]["python"] == platform.python_version(), "no path of this machine in a kept file"
     assert kept["env_name"] == "no-gpu" and kept["results"] == {"a": [1], "b": [3]}
 
 

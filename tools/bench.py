@@ -133,6 +133,8 @@ def file_by_machine(name: str, commit: str) -> Path:
     for fresh in sorted(folder.glob(f"{commit[:8]}-existing-*.json")):
         data = json.loads(fresh.read_text())
         data["env_name"] = name
+        # asv records the path of the interpreter, which means something on this machine alone; its version is what explains a figure.
+        data["python"] = data.setdefault("params", {})["python"] = platform.python_version()
         if target.exists():
             before = json.loads(target.read_text())
             if before["result_columns"] == data["result_columns"]:
