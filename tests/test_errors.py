@@ -304,7 +304,7 @@ def test_no_gpu(name):
 
 def test_shared_memory_limit(monkeypatch):
     """The numbers of a device that is too small, before anything is compiled; seen through the eyes of `support`, so no GPU is needed."""
-    small_gpu = driver.DeviceInfo(0, "Toy GPU", (8, 9), 10, 50_000, 51_200, 1 << 20, 1000)
+    small_gpu = driver.DeviceInfo(0, "Toy GPU", (8, 9), 10, 50_000, 51_200, 1 << 20)
     monkeypatch.setattr(driver, "device_info", lambda ordinal: small_gpu)
     monkeypatch.setattr(driver, "unavailable", lambda: "")
     reason = backend.support("paged", 64, 512, 64, "bfloat16", 1, 0)

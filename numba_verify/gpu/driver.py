@@ -31,7 +31,6 @@ class DeviceInfo(NamedTuple):
     shared_bytes: int
     shared_bytes_per_sm: int
     l2_bytes: int
-    memory_clock_khz: int
 
     @property
     def arch(self) -> str:
@@ -98,7 +97,7 @@ def device_info(ordinal: int) -> DeviceInfo:
     name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
     return DeviceInfo(ordinal, name, (attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
                       attribute("MULTIPROCESSOR_COUNT"), attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
-                      attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"), attribute("L2_CACHE_SIZE"), attribute("MEMORY_CLOCK_RATE"))
+                      attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"), attribute("L2_CACHE_SIZE"))
 
 
 @functools.cache
