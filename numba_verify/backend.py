@@ -210,7 +210,7 @@ class KernelExecutor:
             launch(stream, (self.num_ctas, 1), arrays + partials + numbers + [rows] + scalars)
             self._launchers["combine"](stream, (self.num_ctas, self.tile.head_tile), [
                 out, lse, place["requests"], place["ctas"], *partials,
-                tensors.out_row_stride, tensors.out_head_stride, spec.num_heads, flags, rows, self.num_ctas])
+                tensors.out_row_stride, tensors.out_head_stride, spec.num_heads, flags, rows])
         else:
             module = flash if spec.kernel == "flash" else naive
             launch(stream, module.grid(self._sources[spec.kernel].config, rows, spec.num_heads), arrays + numbers + scalars)

@@ -33,7 +33,7 @@ from .schedule import (
 from .tile import LN_2, LOG2_E
 
 THREADS = 128
-SIGNATURE = ("address",) * 6 + ("i64",) * 6
+SIGNATURE = ("address",) * 6 + ("i64",) * 5
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def build(lang: Any, config: CombineConfig) -> Callable:
             lse[lse_at] = result
 
     def combine(out_address, lse_address, requests_address, ctas_address, partial_address, statistics_address,
-                out_row, out_head, num_heads, flags, num_rows, num_ctas):
+                out_row, out_head, num_heads, flags, num_rows):
         t, p, h = tid(), int64(block_x()), uint64(block_y())
         requests, ctas = pointer(requests_address, i64), pointer(ctas_address, i64)
         partial, statistics = pointer(partial_address, f32), pointer(statistics_address, f32)
