@@ -323,6 +323,17 @@ def test_tilings():
     assert ", ".join(f"{tile.head_tile} x {tile.kv_tile}" for tile in TILE_CONFIGS) in text_of(HOW)
 
 
+def test_host_times_of_the_readme():
+    """The README's sentence on host time gives the least and the greatest of the committed figures."""
+    figures = json.loads((ROOT / "docs" / "results" / "host_time_h200.json").read_text())["figures"]
+    for implementation in ("numba_verify", "cuda_ref"):
+        spans = []
+        for call in ("run", "update"):
+            us = [f["us"] for f in figures if f["implementation"] == implementation and f["call"] == call]
+            spans.append(f"`{call}` {min(us):.1f} to {max(us):.1f} us")
+        assert f"{' and '.join(spans)} for {implementation}" in " ".join(text_of(README).split())
+
+
 def executor(kernel="paged", deterministic=False, **capacities):
     sizes = {"max_batch": 3, "max_total_q": 70, "max_kv_entries": 900} | capacities
     return backend.KernelExecutor(PlanSpec(20, 128, 64, "bfloat16", 4, True, kernel, deterministic, **sizes, device=None))

@@ -316,6 +316,29 @@ def test_shared_memory_limit(monkeypatch):
     assert planner.choose_kernel(nv.api.NUMBA, "auto", 64, 512, 64, "bfloat16", 1, 0).kernel == "naive"
 
 
+def test_gpu_too_old(monkeypatch):
+    monkeypatch.setattr(driver, "device_info", lambda ordinal: driver.DeviceInfo(0, "Toy GPU", (7, 5), 10, 65_536, 65_536, 1 << 20))
+    for kernel in backend.AVAILABLE:
+        assert backend.support(kernel, 8, 512, 64, "float16", 1, 0) == (
+            "Toy GPU has compute capability 7.5, the kernels need 8.0 or later; NumPy arrays run anywhere")
+
+
+def test_more_heads_than_a_grid_holds():
+    most = backend.MAX_HEADS
+    assert backend.support("naive", most, 512, 64, "bfloat16", 1, None) == ""
+    assert backend.support("naive", most + 1, 512, 64, "bfloat16", 1, None) == "num_heads=262,141: the kernels take at most 262,140 heads"
+
+
+def test_legacy_stream_while_another_records(monkeypatch):
+    """The driver's answer, given in its place: no GPU is needed to read the text."""
+    def call(name, *arguments):
+        raise driver.DriverError(f"{name}: CUDA_ERROR_STREAM_CAPTURE_IMPLICIT (operation would make the legacy stream depend on a capturing stream)")
+
+    monkeypatch.setattr(driver, "call", call)
+    with pytest.raises(ValueError, match=r"^stream: the legacy default stream cannot be used while another stream records a CUDA graph; pass the"):
+        driver.is_capturing(0)
+
+
 @pytest.mark.gpu
 @both
 def test_gpu_answers(name):

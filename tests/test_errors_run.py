@@ -102,6 +102,15 @@ def test_strides(name, array):
 
 
 @both
+def test_rows_of_out_that_overlap(name):
+    """Two rows in one place: whoever writes last would win."""
+    refuses, out = Refusals(name), values(*SHAPES["out"][0])
+    overlapping = as_strided(out, strides=(0, *out.strides[1:]))
+    refuses(ValueError, r"^out: expected strides that are not 0, got \(0, .*\) for shape .*: its rows overlap", out=overlapping)
+    assert not out.any()
+
+
+@both
 @pytest.mark.parametrize("array", ["q", "kv_cache", "draft_kv", "out"])
 def test_alignment(name, array):
     refuses = Refusals(name, **base_of(array))
