@@ -3,17 +3,19 @@
 import re
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
+from support import instructions
 from support.device import backends
-from support.instructions import BLOCK, CASES, MEMORY, SYNCHRONISATION, TENSOR
+from support.instructions import BLOCK, MEMORY, SYNCHRONISATION, TENSOR
+from support.signals import SIGNALS, SUSPENDED
 
-from numba_verify.gpu import simulator
+from numba_verify.gpu import driver, sass, simulator
 from numba_verify.gpu.compile import KernelSource, compile_kernel, lower
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
+CASES = instructions.CASES + SIGNALS
 
 
 def by_name(cases):
@@ -44,14 +46,8 @@ def empty_cache(tmp_path, monkeypatch):
 # --- the vocabulary -------------------------------------------------------------------------------------------------------
 
 
-def public_names(module):
-    return {name for name, value in vars(module).items()
-            if not name.startswith("_") and not isinstance(value, types.ModuleType)
-            and getattr(value, "__module__", "").rpartition(".")[2] not in ("intrinsics", "simulator", "simulator_matrix", "extending")}
-
-
 TYPES = {"uint32", "int32", "uint64", "int64", "float32", "u8", "u16", "u32", "i32", "u64", "i64", "f32"}
-INSTRUCTIONS = {case.name for case in CASES} - {"special_registers"} | {"tid_x", "ctaid_x", "ctaid_y", "nctaid_x"}
+INSTRUCTIONS = {case.name for case in CASES} - {"special_registers", SUSPENDED.name} | {"tid_x", "ctaid_x", "ctaid_y", "nctaid_x"}
 REST = {"device", "unroll", "pointer", "shared", "shared_address", "local_array", "cp_async_commit", "cp_async_wait_group"}
 
 
@@ -80,6 +76,8 @@ def test_every_instruction_names_its_manual_section(ptx):
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
 @by_name(CASES)
 def test_effect(case, backend):
+    if backend.name == "gpu" and not case.exists_on(driver.device_info(0).arch):
+        pytest.skip(f"{case.name} needs {case.needs}")
     given, made = case.inputs(np.random.default_rng(7)), case.outputs()
     before = [array.tobytes() for array in given]
     backend.run_kernel(case.build, case.blocks, BLOCK, case.shared_bytes, [*given, *made])
@@ -87,13 +85,15 @@ def test_effect(case, backend):
     case.check(given, made)
 
 
-@by_name(CASES)
+@by_name([case for case in CASES if case.exists_on("sm_80")])
 def test_becomes_its_instruction(case):
     assert re.search(case.instruction, lower(of_case(case), "sm_80", "ptx"))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES[1:])
-@by_name(SYNCHRONISATION + MEMORY + TENSOR)
+@pytest.mark.parametrize("case, arch", [
+    pytest.param(case, arch, id=f"{case.name}-{arch}")
+    for case in SYNCHRONISATION + MEMORY + TENSOR + SIGNALS for arch in ARCHITECTURES[1:] if case.exists_on(arch)
+])
 def test_becomes_its_instruction_on_later_architectures(case, arch):
     assert re.search(case.instruction, lower(of_case(case), arch, "ptx"))
 
@@ -102,6 +102,56 @@ def test_becomes_its_instruction_on_later_architectures(case, arch):
 def test_tanh_is_the_accurate_one_and_links_offline(arch, empty_cache):
     case = next(case for case in CASES if case.name == "tanh_f32")
     assert "tanh.approx" not in lower(of_case(case), arch, "ptx")
+    assert compile_kernel(of_case(case), arch).resources.stack_bytes == 0
+
+
+# --- waits ----------------------------------------------------------------------------------------------------------------
+
+
+def build_waits(suspend):
+    """Seven waits: three in a row, four in an unrolled loop; shared memory is read before, between and after them."""
+
+    def build(lang, config):
+        uint32, u32, tid, pointer, shared, unroll = lang.uint32, lang.u32, lang.tid_x, lang.pointer, lang.shared, lang.unroll
+        at, wait = lang.shared_address, lang.mbarrier_wait(suspend)
+
+        def kernel(y):
+            barrier, cell = at(uint32(0)), shared(uint32(64), u32)
+            total = cell[0]
+            wait(barrier, uint32(0))
+            wait(barrier, uint32(1))
+            wait(barrier, uint32(0))
+            total += cell[0]
+            for i in range(4):
+                unroll()
+                wait(uint32(barrier + uint32(8 * i)), uint32(i & 1))
+                total += cell[0]
+            pointer(y, u32)[tid()] = uint32(total)
+
+        return kernel
+
+    return build
+
+
+@pytest.mark.parametrize("suspend, arch", [(False, "sm_80"), (False, "sm_90a"), (False, "sm_120"), (True, "sm_90a"), (True, "sm_120")])
+def test_a_wait_may_stand_many_times(suspend, arch, empty_cache):
+    kernel = source(build_waits(suspend), 1, f"waits {suspend}", shared_bytes=256)
+    text = lower(kernel, arch, "ptx")
+    looks = re.findall(r"mbarrier\.(\w+)\.parity\.|(ld\.shared)\.[bu]32", text)
+    wait, read = ("try_wait" if suspend else "test_wait", ""), ("", "ld.shared")
+    # Each wait at its place, and no read of shared memory moved over it or taken for the same as another.
+    assert looks == [read, wait, wait, wait, read, *[wait, read] * 4]
+    cubin = compile_kernel(kernel, arch)
+    assert (cubin.resources.stack_bytes, cubin.resources.spill_store_bytes) == (0, 0)
+    if arch == "sm_80" or sass.find_nvdisasm() is None:
+        return  # sm_80 has no instruction of its own for it: it reads the mbarrier's word
+    asked = [name for name in sass.opcodes(cubin.code)[cubin.symbol] if name.startswith("SYNCS.PHASECHK")]
+    assert len(asked) >= 7 and all(name.endswith("TRYWAIT") is suspend for name in asked)
+
+
+@pytest.mark.parametrize("case, arch", [pytest.param(case, arch, id=f"{case.name}-{arch}") for case in SIGNALS for arch in ARCHITECTURES
+                                        if case.exists_on(arch)])
+def test_signals_link_offline(case, arch, empty_cache):
     assert compile_kernel(of_case(case), arch).resources.stack_bytes == 0
 
 
@@ -236,6 +286,20 @@ def test_unroll_outside_a_loop_is_refused():
 def test_the_number_of_groups_in_flight_is_checked(newest, language, ptx):
     with pytest.raises(ValueError, match="from 0 to 7"):
         (ptx if language == "ptx" else simulator.language()).cp_async_wait_group(newest)
+
+
+@pytest.mark.parametrize("name, arguments, text", [
+    ("named_barrier", (0, 64), "a number from 1 to 15"), ("named_barrier", (16, 64), "a number from 1 to 15"),
+    ("named_barrier", (1, 48), "a multiple of 32 threads"), ("named_barrier", (1, 0), "a multiple of 32 threads"),
+    ("named_barrier", (1, 2048), "a multiple of 32 threads"), ("named_barrier", ("1", 64), "a number from 1 to 15"),
+    ("numbered_barrier", (48,), "a multiple of 32 threads"),
+    ("set_max_registers", (20, False), "a multiple of 8 from 24 to 256"), ("set_max_registers", (264, True), "a multiple of 8 from 24 to 256"),
+    ("set_max_registers", (42, True), "a multiple of 8 from 24 to 256"),
+])
+@pytest.mark.parametrize("language", ["ptx", "simulator"])
+def test_constants_are_checked(language, name, arguments, text, ptx):
+    with pytest.raises(ValueError, match=text):
+        getattr(ptx if language == "ptx" else simulator.language(), name)(*arguments)
 
 
 # --- imports --------------------------------------------------------------------------------------------------------------

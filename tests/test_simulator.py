@@ -179,6 +179,17 @@ def test_neighbours_within_a_word_are_no_race(tag):
     launch(kernel, grid=(1, 1), block=64, shared_bytes=256, check_races=True)
 
 
+def test_a_write_to_a_neighbour_does_not_hide_a_race():
+    def kernel():
+        t, cells = lang.tid_x(), lang.shared(0, lang.u8)
+        if t < 2:
+            cells[t] = 1
+        if t == 40:
+            cells[0]
+
+    fails(kernel, "write by thread 0", "then read by thread 40", check_races=True)
+
+
 def test_vector_and_matrix_accesses_count():
     def store():
         lang.st_shared_v4_f32(lang.shared_address((lang.tid_x() >> 1) * 16), 1.0, 1.0, 1.0, 1.0)

@@ -227,14 +227,33 @@ def test_copies_land_at_the_wait_and_not_before():
 
 
 def test_a_copy_without_a_barrier_is_a_race():
+    """The last thread at the barrier is the first to go on, so its copy has landed when thread 0 reads it."""
     wait = lang.cp_async_wait_group(0)
 
     def kernel(source):
         t = lang.tid_x()
-        lang.cp_async_16(lang.shared_address(t * 16), source + t * 16)
+        lang.cp_async_16(lang.shared_address(t * 16), source + t * 16)  # begun
         lang.cp_async_commit()
         lang.bar_sync()
         wait()  # landed
-        lang.ld_shared_v4_f32(lang.shared_address((t ^ 1) * 16))  # read
+        if t == 0:
+            lang.ld_shared_v4_f32(lang.shared_address(63 * 16))  # read
 
-    fails(kernel, "race on bytes", line_of(kernel, "landed"), line_of(kernel, "read"), args=[np.zeros(256, np.float32)], check_races=True)
+    fails(kernel, "race on bytes 1008 to 1011 of shared memory: asynchronous copy by thread 63", "then read by thread 0", line_of(kernel, "begun"),
+          line_of(kernel, "landed"), line_of(kernel, "read"), args=[np.zeros(256, np.float32)], check_races=True)
+
+
+def test_a_copy_under_way_may_not_be_touched():
+    def reads(source):
+        lang.cp_async_16(lang.shared_address(lang.tid_x() * 16), source)  # begun
+        lang.cp_async_commit()
+        lang.bar_sync()
+        lang.shared(0, lang.f32)[4 * lang.tid_x() + 3]  # touched
+
+    def writes(source):
+        lang.cp_async_16(lang.shared_address(lang.tid_x() * 16), source)  # begun
+        lang.shared(0, lang.f32)[4 * lang.tid_x()] = 0.0  # touched
+
+    for kernel, access, thread in ((reads, "read", 63), (writes, "write", 0)):
+        text = f"asynchronous copy by thread {thread} begun at {line_of(kernel, 'begun')}, not landed yet, then {access} by thread {thread}"
+        fails(kernel, text, line_of(kernel, "touched"), args=[np.zeros(4, np.float32)], check_races=True)

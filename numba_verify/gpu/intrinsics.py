@@ -1,6 +1,6 @@
 """The llvmlite machinery behind `ptx.py`: how a PTX instruction becomes a name that numba can compile.
 
-Three tools: `instruction` wraps one line of inline PTX, `vector_load` / `vector_store` are 16-byte accesses that NVVM
+Three tools: `instruction` wraps one line of inline PTX, `vector_load` / `vector_store` are 8- and 16-byte accesses that NVVM
 understands (so it may schedule and hoist them), and the pointer, local-array and unroll intrinsics are what plain
 numba-cuda lacks. Nothing here needs a driver or a GPU.
 """
@@ -141,8 +141,8 @@ def expression(codegen):
     return decorate
 
 
-def _vector_pointer(builder, address, element, space):
-    return builder.inttoptr(address, ir.PointerType(ir.VectorType(element, 4), space))
+def _vector_pointer(builder, address, vector, space):
+    return builder.inttoptr(address, ir.PointerType(vector, space))
 
 
 def vector_load(space):
@@ -153,7 +153,7 @@ def vector_load(space):
         element = REGISTERS[declaration.results[0]][0]
 
         def codegen(builder, arguments):
-            vector = builder.load(_vector_pointer(builder, arguments[0], element, space), align=16)
+            vector = builder.load(_vector_pointer(builder, arguments[0], ir.VectorType(element, 4), space), align=16)
             return [builder.extract_element(vector, I32(i)) for i in range(4)]
 
         return declaration.publish(codegen)
@@ -162,17 +162,18 @@ def vector_load(space):
 
 
 def vector_store(space):
-    """Decorator: the annotated function (one address, four values) becomes one 16-byte store."""
+    """Decorator: the annotated function (one address, two or four 4-byte values) becomes one aligned 8- or 16-byte store."""
 
     def decorate(function):
         declaration = Declaration(function)
-        element = REGISTERS[declaration.arguments[1]][0]
+        width = len(declaration.arguments) - 1
+        vector_type = ir.VectorType(REGISTERS[declaration.arguments[1]][0], width)
 
         def codegen(builder, arguments):
-            vector = ir.Constant(ir.VectorType(element, 4), ir.Undefined)
-            for i in range(4):
+            vector = ir.Constant(vector_type, ir.Undefined)
+            for i in range(width):
                 vector = builder.insert_element(vector, arguments[1 + i], I32(i))
-            builder.store(vector, _vector_pointer(builder, arguments[0], element, space), align=16)
+            builder.store(vector, _vector_pointer(builder, arguments[0], vector_type, space), align=4 * width)
             return []
 
         return declaration.publish(codegen)

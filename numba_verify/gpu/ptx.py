@@ -16,7 +16,7 @@ from numba import cuda
 from numba.cuda import libdevice, types
 from numba.cuda.extending import intrinsic
 
-from . import intrinsics
+from . import intrinsics, operands
 from .intrinsics import GLOBAL_SPACE, SHARED_SPACE, expression, instruction, llvm_intrinsic, vector_load, vector_store
 
 # --- types ------------------------------------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ def shared(typingctx, offset, tag):
 
 
 @instruction("mov.u32 $0, $1;", volatile=True)
-def _opaque(address: u32) -> u32:
-    """A copy whose origin the compiler cannot see."""
+def opaque(x: u32) -> u32:
+    """A copy whose origin the compiler cannot see: what is computed from it is computed here, and not kept from before."""
 
 
 @intrinsic
@@ -102,7 +102,7 @@ def shared_address(offset):
     It passes through a volatile mov. Otherwise LLVM folds the symbol into every constant offset and ptxas keeps one
     address register per access (168 registers instead of 124 in one kernel on sm_90a). Call it once, then add.
     """
-    return uint32(_opaque(_shared_symbol_address()) + offset)
+    return uint32(opaque(_shared_symbol_address()) + offset)
 
 
 def local_array(length, tag):
@@ -147,6 +147,40 @@ def bar_sync() -> None:
 @instruction("bar.warp.sync 0xffffffff;", memory=True, convergent=True)
 def bar_warp_sync() -> None:
     """"bar.warp.sync": all lanes of the warp arrive, and see what the others wrote before."""
+
+
+def named_barrier(number, threads):
+    """Called in the factory: a NamedBarrier, whose `sync` and `arrive` are the instructions for barrier `number` (1 to 15).
+
+    "bar, barrier": each phase ends when `threads` threads (whole warps) have come by either. `sync` waits for that and
+    then sees what the others wrote before they came; `arrive` does not wait.
+    """
+    operands.check_named_barrier(number, threads)
+
+    @instruction(f"bar.sync {number}, {threads};", memory=True, convergent=True)
+    def sync() -> None:
+        """"bar.sync"."""
+
+    @instruction(f"bar.arrive {number}, {threads};", memory=True, convergent=True)
+    def arrive() -> None:
+        """"bar.arrive"."""
+
+    return operands.NamedBarrier(sync, arrive)
+
+
+def numbered_barrier(threads):
+    """Called in the factory: a NamedBarrier whose `sync(number)` and `arrive(number)` take the barrier's number (1 to 15) at run time."""
+    operands.check_named_barrier(1, threads)
+
+    @instruction(f"bar.sync $0, {threads};", memory=True, convergent=True)
+    def sync(number: u32) -> None:
+        """"bar.sync"."""
+
+    @instruction(f"bar.arrive $0, {threads};", memory=True, convergent=True)
+    def arrive(number: u32) -> None:
+        """"bar.arrive"."""
+
+    return operands.NamedBarrier(sync, arrive)
 
 
 @instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", volatile=True, convergent=True)
@@ -266,7 +300,7 @@ def f32_to_f16x2(high: f32, low: f32) -> u32:
     """"cvt": two float16 in one word, nearest even. PTX order: the upper half comes first."""
 
 
-# --- 16-byte accesses: "Data Movement and Conversion Instructions: ld, ld.global.nc, st" --------------------------------
+# --- wide accesses: "Data Movement and Conversion Instructions: ld, ld.global.nc, st, prefetch" ------------------------
 
 
 @instruction("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];")
@@ -287,6 +321,16 @@ def st_global_v4_u32(address: u64, a: u32, b: u32, c: u32, d: u32) -> None:
 @vector_store(GLOBAL_SPACE)
 def st_global_v4_f32(address: u64, a: f32, b: f32, c: f32, d: f32) -> None:
     """"st": 16 aligned bytes to global memory."""
+
+
+@vector_store(GLOBAL_SPACE)
+def st_global_v2_f32(address: u64, a: f32, b: f32) -> None:
+    """"st": 8 aligned bytes to global memory."""
+
+
+@instruction("prefetch.global.L2 [$0];", volatile=True)
+def prefetch_global_l2(address: u64) -> None:
+    """"prefetch, prefetchu": the cache line of global memory that holds `address` begins to move to L2."""
 
 
 @vector_load(SHARED_SPACE)
@@ -330,15 +374,73 @@ def cp_async_wait_group(newest):
 
     "cp.async.wait_group". The data are then visible to this thread; a barrier makes them visible to the others.
     """
-    if not isinstance(newest, int) or not 0 <= newest <= 7:
-        raise ValueError(f"cp_async_wait_group: expected the number of groups that may stay in flight (an int from 0 "
-                         f"to 7), got {newest!r}; call it in the kernel factory, the instruction takes a constant only")
+    operands.check_group_count(newest)
 
     @instruction(f"cp.async.wait_group {newest};", memory=True)
     def cp_async_wait() -> None:
         """"cp.async.wait_group"."""
 
     return cp_async_wait
+
+
+# --- mbarriers: "Parallel Synchronization and Communication Instructions: mbarrier" -----------------------------------------
+
+
+@instruction("mbarrier.init.shared.b64 [$0], $1;", memory=True)
+def mbarrier_init(address: u32, count: u32) -> None:
+    """"mbarrier.init": the 8 aligned bytes at a `shared_address` become a barrier whose phases end with `count` arrivals.
+
+    The first phase has parity 0. A bar_sync makes the barrier known to the other threads.
+    """
+
+
+@instruction("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [$0]; }", memory=True, convergent=True)
+def mbarrier_arrive(address: u32) -> None:
+    """"mbarrier.arrive": one arrival, after all this thread did before; does not wait."""
+
+
+@instruction("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", memory=True, convergent=True)
+def cp_async_mbarrier_arrive_noinc(address: u32) -> None:
+    """"cp.async.mbarrier.arrive", .noinc: one arrival, when all copies that this thread has started so far are complete.
+
+    It happens by itself and does not wait. The manual does not promise that it comes after the thread's other stores.
+    """
+
+
+def mbarrier_wait(suspend):
+    """Called in the factory: `wait(address, parity)`, which returns when the phase of that parity is complete.
+
+    "mbarrier.test_wait, mbarrier.try_wait", .parity: the phase in progress or the one before it; a fresh barrier counts
+    as one after a phase of parity 1. What the arriving threads did before, and copies that arrived, is then visible.
+    suspend: try_wait, which lets the warp sleep between two looks (sm_90 and up), else test_wait (sm_80 and up).
+    """
+    test = "try_wait" if suspend else "test_wait"
+
+    # The braces keep the label local: the text may stand in a kernel many times.
+    @instruction(f"{{ .reg .pred done; again: mbarrier.{test}.parity.shared.b64 done, [$0], $1; @!done bra again; }}",
+                 memory=True, convergent=True)
+    def wait(address: u32, parity: u32) -> None:
+        """"mbarrier.test_wait, mbarrier.try_wait"."""
+
+    return wait
+
+
+# --- registers: "Miscellaneous Instructions" --------------------------------------------------------------------------------
+
+
+def set_max_registers(count, increase):
+    """Called in the factory: the instruction that lets every thread of its warpgroup own `count` registers from here on.
+
+    "setmaxnreg" (sm_90a): a multiple of 8 from 24 to 256. With `increase` it waits until others have given enough back.
+    """
+    operands.check_register_count(count)
+    direction = "inc" if increase else "dec"
+
+    @instruction(f"setmaxnreg.{direction}.sync.aligned.u32 {count};", volatile=True, convergent=True)
+    def set_registers() -> None:
+        """"setmaxnreg"."""
+
+    return set_registers
 
 
 # --- tensor cores: "Warp Level Matrix Instructions" ---------------------------------------------------------------------

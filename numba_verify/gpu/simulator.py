@@ -20,7 +20,9 @@ from types import ModuleType
 import numpy
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from .simulator_memory import Address, RaceTracker, SharedMemory, SimulatorError, address_of
+from .simulator_barriers import Copies
+from .simulator_memory import Address, SharedMemory, SimulatorError, address_of
+from .simulator_races import RaceTracker
 from .simulator_report import describe_failure, describe_waiting
 
 WARP = 32
@@ -44,9 +46,7 @@ class Thread(greenlet):
         self.tid = tid
         self.lane = tid % WARP
         self.returned = False
-        # cp.async: copies since the last commit, and committed groups, oldest first.
-        self.open_copies = []
-        self.copy_groups = deque()
+        self.copies = Copies(tid)
 
     def run_kernels(self):
         block = self.block
@@ -63,8 +63,7 @@ class Thread(greenlet):
 
     def begin(self):
         self.returned = False
-        self.open_copies.clear()
-        self.copy_groups.clear()
+        self.copies = Copies(self.tid)
 
 
 class Warp:
@@ -76,7 +75,6 @@ class Warp:
         self.values = [None] * WARP
         self.waiting = []
         self.result = None
-        self.epoch = 0
 
 
 class Block:
@@ -89,7 +87,7 @@ class Block:
         self.index = None
         self.hub = getcurrent()
         self.shared = SharedMemory(shared_bytes)
-        self.races = RaceTracker() if check_races else None
+        self.races = RaceTracker(threads) if check_races else None
         warps = [Warp() for _ in range(threads // WARP)]
         self.threads = [Thread(self, warps[tid // WARP], tid) for tid in range(threads)]
         for thread in self.threads:
@@ -99,14 +97,18 @@ class Block:
         # Threads at the barrier, and where the first of them stands; the others must come to the same place.
         self.waiting = []
         self.code = self.instruction = None
+        self.named = {}  # by number
+        self.mbarriers = {}  # by shared address
         self.ready = deque()
 
     def run(self, index, order):
         """Run block `index` of the grid, starting its threads in `order`."""
         self.index = index
         self.shared.poison()
+        self.named.clear()
+        self.mbarriers.clear()
         if self.races is not None:
-            self.races.new_interval()
+            self.races.begin()
         for thread in self.threads:
             thread.begin()
         self.ready.extend(order)
@@ -145,7 +147,7 @@ def barrier(frame):
     block.ready.extend(waiting)
     waiting.clear()
     if block.races is not None:
-        block.races.new_interval()
+        block.races.join_block()
 
 
 def collective(me, operation, value, frame):

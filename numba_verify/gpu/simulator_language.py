@@ -11,10 +11,13 @@ import sys
 import numpy
 from greenlet import getcurrent
 
+from . import operands
+from . import simulator_barriers as barriers
 from . import simulator_matrix as matrix
 from . import simulator_memory as memory
 from .simulator import barrier, collective
 from .simulator_memory import POISON, SHARED_BASE, MemoryFault, check_access
+from .simulator_races import TrackedPointer
 
 _frame = sys._getframe
 
@@ -55,7 +58,11 @@ def pointer(address, tag):
 def shared(offset, tag):
     me = getcurrent()
     view = me.block.shared.pointer(offset, tag)
-    return view if me.block.races is None else memory.TrackedPointer(view, offset, tag.size, me)
+    return view if me.block.races is None else TrackedPointer(view, offset, tag.size, me)
+
+
+def opaque(x):
+    return x
 
 
 def shared_address(offset):
@@ -95,11 +102,36 @@ def bar_sync():
 
 
 def _end_interval(values, block):
-    getcurrent().warp.epoch += 1
+    if block.races is not None:
+        block.races.join_warp(getcurrent())
 
 
 def bar_warp_sync():
     collective(getcurrent(), _end_interval, None, _frame(1))
+
+
+def named_barrier(number, threads):
+    operands.check_named_barrier(number, threads)
+
+    def named_barrier_sync():
+        barriers.arrive_named(number, threads, True, _frame(1))
+
+    def named_barrier_arrive():
+        barriers.arrive_named(number, threads, False, _frame(1))
+
+    return operands.NamedBarrier(named_barrier_sync, named_barrier_arrive)
+
+
+def numbered_barrier(threads):
+    operands.check_named_barrier(1, threads)
+
+    def numbered_barrier_sync(number):
+        barriers.arrive_named(number, threads, True, _frame(1))
+
+    def numbered_barrier_arrive(number):
+        barriers.arrive_named(number, threads, False, _frame(1))
+
+    return operands.NamedBarrier(numbered_barrier_sync, numbered_barrier_arrive)
 
 
 def _bfly(values, block):
@@ -233,7 +265,7 @@ def f32_to_f16x2(high, low):
     return f32_to_f16(high) << 16 | f32_to_f16(low)
 
 
-# --- 16-byte accesses -------------------------------------------------------------------------------------------------
+# --- wide accesses ----------------------------------------------------------------------------------------------------
 
 _WORDS4, _FLOATS4 = struct.Struct("<4I"), struct.Struct("<4f")
 
@@ -258,6 +290,16 @@ def st_global_v4_f32(address, a, b, c, d):
     floats = span.bytes[offset:offset + 16].cast("f")
     # Element by element: unlike struct, a memoryview rounds what is too large for float32 to infinity, as the GPU does.
     floats[0], floats[1], floats[2], floats[3] = a, b, c, d
+
+
+def st_global_v2_f32(address, a, b):
+    span, offset = check_access(address, 8, 8, "st_global_v2_f32")
+    floats = span.bytes[offset:offset + 8].cast("f")
+    floats[0], floats[1] = a, b
+
+
+def prefetch_global_l2(address):
+    check_access(address, 1, 1, "prefetch_global_l2")
 
 
 def _shared_access(address, size, write, what):
@@ -291,47 +333,99 @@ def st_shared_v4_u32(address, a, b, c, d):
 _POISON16 = bytes([POISON]) * 16
 
 
+def _begin_copy(shared_address, data, what):
+    me = getcurrent()
+    block = me.block
+    target = block.shared.check(shared_address, 16, what)
+    if block.races is not None:
+        block.races.begin_copy(me, target, _frame(2))
+    # Nobody may look at the target before the copy has landed: until then it holds poison.
+    block.shared.bytes[target:target + 16] = _POISON16
+    me.copies.open.append((target, data))
+
+
 def cp_async_16(shared_address, global_address):
-    block_memory, target = _shared_access(shared_address, 16, True, "cp_async_16")
     span, offset = check_access(global_address, 16, 16, "cp_async_16")
-    # Nobody may look at the target before the wait: until then it holds poison.
-    block_memory.bytes[target:target + 16] = _POISON16
-    getcurrent().open_copies.append((target, bytes(span.bytes[offset:offset + 16])))
+    _begin_copy(shared_address, bytes(span.bytes[offset:offset + 16]), "cp_async_16")
 
 
 def cp_async_16_zfill(shared_address, global_address, source_bytes):
-    block_memory, target = _shared_access(shared_address, 16, True, "cp_async_16_zfill")
     if not 0 <= source_bytes <= 16:
         raise MemoryFault(f"cp_async_16_zfill: expected 0 to 16 source bytes, got {source_bytes}")
     data = b""
     if source_bytes:
         span, offset = check_access(global_address, source_bytes, 16, "cp_async_16_zfill")
         data = bytes(span.bytes[offset:offset + source_bytes])
-    block_memory.bytes[target:target + 16] = _POISON16
-    getcurrent().open_copies.append((target, data.ljust(16, b"\0")))
+    _begin_copy(shared_address, data.ljust(16, b"\0"), "cp_async_16_zfill")
 
 
 def cp_async_commit():
-    me = getcurrent()
-    me.copy_groups.append(me.open_copies)
-    me.open_copies = []
+    getcurrent().copies.commit()
 
 
 def cp_async_wait_group(newest):
-    if not isinstance(newest, int) or not 0 <= newest <= 7:
-        raise ValueError(f"cp_async_wait_group: expected the number of groups that may stay in flight (an int from 0 "
-                         f"to 7), got {newest!r}; call it in the kernel factory, the instruction takes a constant only")
+    operands.check_group_count(newest)
 
     def cp_async_wait():
         me = getcurrent()
         block = me.block
-        while len(me.copy_groups) > newest:
-            for target, data in me.copy_groups.popleft():
-                if block.races is not None:
-                    block.races.record(me, target, 16, True, _frame(1))
-                block.shared.bytes[target:target + 16] = data
+        batches = me.copies.wait(newest, block, _frame(1))
+        if block.races is not None:
+            block.races.acquire_copies(me, batches)
 
     return cp_async_wait
+
+
+# --- mbarriers --------------------------------------------------------------------------------------------------------
+
+
+def mbarrier_init(address, count):
+    me = getcurrent()
+    made = barriers.init_mbarrier(me, address, count)
+    if me.block.races is not None:
+        me.block.races.init_mbarrier(me, made, _frame(1))
+
+
+def mbarrier_arrive(address):
+    me = getcurrent()
+    block = me.block
+    found = barriers.find_mbarrier(block, address, "mbarrier_arrive")
+    if block.races is not None:
+        block.races.release_mbarrier(me, found, _frame(1))
+    found.arrive(block, _frame(1))
+
+
+def cp_async_mbarrier_arrive_noinc(address):
+    me = getcurrent()
+    block = me.block
+    found = barriers.find_mbarrier(block, address, "cp_async_mbarrier_arrive_noinc")
+    found.copies += me.copies.announce()
+    if block.races is not None:
+        block.races.release_copies(me, found, _frame(1))
+    found.arrive(block, _frame(1))
+
+
+def mbarrier_wait(suspend):
+    def mbarrier_wait(address, parity):
+        me = getcurrent()
+        block = me.block
+        found = barriers.find_mbarrier(block, address, "mbarrier_wait")
+        if found.phase & 1 == parity:
+            found.wait(me)
+        elif parity != 0 and parity != 1:
+            raise MemoryFault(f"mbarrier_wait: expected a parity of 0 or 1, got {parity}")
+        if block.races is not None:
+            block.races.acquire_mbarrier(me, found, _frame(1))
+
+    return mbarrier_wait
+
+
+# --- registers --------------------------------------------------------------------------------------------------------
+
+
+def set_max_registers(count, increase):
+    operands.check_register_count(count)
+    return lambda: None
 
 
 # --- tensor cores -----------------------------------------------------------------------------------------------------

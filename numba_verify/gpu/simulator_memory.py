@@ -1,10 +1,9 @@
-"""Memory of the simulated GPU: addresses with a provenance, typed pointers, shared memory, and the race tracker.
+"""Memory of the simulated GPU: addresses with a provenance, typed pointers, and shared memory.
 
 A pointer is a memoryview of the memory behind it, so that `p[i]` costs what C indexing costs. A memoryview takes a
 negative index as Python does, from the end; kernels index by unsigned numbers, and the checked pointers (used with
 `check_races=True`) refuse negative ones as well.
 """
-import sys
 from typing import NamedTuple
 
 import numpy
@@ -19,7 +18,7 @@ class SimulatorError(RuntimeError):
 
 
 class MemoryFault(Exception):
-    """An access that a GPU would fault on. The scheduler makes a SimulatorError of it: it knows block, thread and line."""
+    """An access or an operand that a GPU would fault on. The scheduler makes a SimulatorError of it: it knows block, thread and line."""
 
 
 class Tag(NamedTuple):
@@ -195,72 +194,3 @@ class SharedMemory:
         if offset % size:
             raise MemoryFault(f"{what}: shared address {address} is not aligned to {size} bytes")
         return offset
-
-
-class RaceTracker:
-    """Who touched which shared word since the last barrier, to find two threads that nothing orders.
-
-    Ordered means: a bar_sync between the two accesses, or, within a warp, a bar_warp_sync. Shuffles, votes and matrix
-    instructions order no memory (PTX: shfl.sync, vote.sync). Words are 4 bytes, with a mask for smaller accesses.
-    """
-
-    def __init__(self):
-        self._words = {}
-
-    def new_interval(self):
-        """All threads of the block have met: forget everything."""
-        self._words.clear()
-
-    def record(self, thread, offset, size, write, frame):
-        """Thread `thread` reads or writes `size` bytes at `offset`, in the source line where `frame` stands."""
-        mask = 15 if size >= 4 else ((1 << size) - 1) << (offset & 3)
-        site = (thread, thread.warp.epoch, frame.f_code.co_filename, frame.f_lineno)
-        for word in range(offset >> 2, (offset + size + 3) >> 2):
-            entry = self._words.get(word)
-            if entry is None:
-                entry = self._words[word] = ({}, {})
-            readers, writers = entry
-            self._check(writers, thread, mask, word, "write", "write" if write else "read", site)
-            if write:
-                self._check(readers, thread, mask, word, "read", "write", site)
-            (writers if write else readers)[thread.tid, mask] = site
-
-    @staticmethod
-    def _check(others, thread, mask, word, earlier, later, site):
-        for (tid, touched), (other, epoch, file, line) in others.items():
-            if other is thread or not touched & mask:
-                continue
-            if other.warp is thread.warp and epoch != thread.warp.epoch:
-                continue
-            raise SimulatorError(
-                f"block {thread.block.index}: race on bytes {4 * word} to {4 * word + 3} of shared memory: {earlier} by "
-                f"thread {tid} at {file}:{line}, then {later} by thread {thread.tid} at {site[2]}:{site[3]}, with no "
-                "bar_sync (or, in one warp, bar_warp_sync) between them")
-
-
-class TrackedPointer:
-    """A shared pointer that reports every access to the block's race tracker."""
-
-    __slots__ = ("view", "offset", "size", "thread")
-
-    def __init__(self, view, offset, size, thread):
-        self.view = view
-        self.offset = offset
-        self.size = size
-        self.thread = thread
-
-    def __len__(self):
-        return len(self.view)
-
-    def _record(self, index, write):
-        if not 0 <= index < len(self.view):
-            raise IndexError(index)
-        self.thread.block.races.record(self.thread, self.offset + index * self.size, self.size, write, sys._getframe(2))
-
-    def __getitem__(self, index):
-        self._record(index, False)
-        return self.view[index]
-
-    def __setitem__(self, index, value):
-        self._record(index, True)
-        self.view[index] = value

@@ -37,6 +37,14 @@ def _threads(numbers):
     return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
+def _awaited(block, thread):
+    """Which named barrier or mbarrier a suspended thread waits for, and how far that is; nothing for bar_sync and collectives."""
+    for barrier in (*block.named.values(), *block.mbarriers.values()):
+        if thread in barrier.waiting:
+            return f" ({barrier})"
+    return ""
+
+
 def describe_waiting(block, waiting, headline, arriving=None):
     """A report of every group of threads that waits, of the one that just came elsewhere, and of those that have left.
 
@@ -44,12 +52,12 @@ def describe_waiting(block, waiting, headline, arriving=None):
     """
     groups = {}
     for thread in waiting:
-        groups.setdefault(_user_line(thread.gr_frame), []).append(thread.tid)
+        groups.setdefault((*_user_line(thread.gr_frame), _awaited(block, thread)), []).append(thread.tid)
     if arriving is not None:
-        groups.setdefault(_user_line(sys._getframe(1)), []).append(arriving.tid)
+        groups.setdefault((*_user_line(sys._getframe(1)), ""), []).append(arriving.tid)
     lines = [f"block {block.index}: {headline}"]
-    for (what, where), threads in sorted(groups.items(), key=lambda item: min(item[1])):
-        lines.append(f"  {_threads(threads)} in {what} at {where}")
+    for (what, where, awaited), threads in sorted(groups.items(), key=lambda item: min(item[1])):
+        lines.append(f"  {_threads(threads)} in {what} at {where}{awaited}")
     left = [thread.tid for thread in block.threads if thread.returned]
     if left:
         lines.append(f"  {_threads(left)} returned")

@@ -1,5 +1,6 @@
 """One small kernel for every name of the device vocabulary, with its inputs and what NumPy says comes out."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ class Case:
     """A kernel that uses one instruction.
 
     build(lang, config); instruction: a pattern its PTX holds; inputs(rng) -> arrays; outputs: empty arrays, the kernel's last arguments;
-    check(inputs, outputs) compares. One block of 128 threads unless blocks says more.
+    check(inputs, outputs) compares. One block of 128 threads unless blocks says more. needs: the first architecture that has it; with a
+    letter ("sm_90a") the only one.
     """
 
     name: str
@@ -29,6 +31,11 @@ class Case:
     check: Callable
     blocks: tuple = (1, 1)
     shared_bytes: int = 0
+    needs: str = "sm_80"
+
+    def exists_on(self, arch):
+        (first, letter), (number, _) = (re.fullmatch(r"sm_(\d+)([a-z]?)", name).groups() for name in (self.needs, arch))
+        return arch == self.needs if letter else int(number) >= int(first)
 
 
 def elementwise(name, tags, out_tag):
