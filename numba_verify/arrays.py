@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from .gpu import driver
+
 ITEMSIZE = {
     "bfloat16": 2, "float16": 2, "float32": 4,
     "int32": 4, "int64": 8, "uint32": 4, "uint8": 1, "bool": 1,
@@ -58,6 +60,35 @@ def view(array: Any, name: str) -> ArrayView:
         return _view_dlpack(array, name)
     raise TypeError(
         f"{name}: expected a NumPy, torch, CuPy, numba or JAX array (anything with DLPack or __cuda_array_interface__), got {type(array).__name__}")
+
+
+def layouts_of(arrays: tuple) -> tuple[list[int], tuple] | None:
+    """(addresses, layouts) of several arrays, 0 and None for one that is None. Fast, for torch tensors and the CUDA array interface.
+
+    A layout is all that `view` reads beside the address, so arrays of equal layouts have views that differ in address and owner alone: a check
+    that asks for neither and was passed by one holds for the other. It holds no array alive. None for arrays of another kind, and for an
+    address off a 16 B boundary: no check asks for more than that.
+    """
+    torch = sys.modules.get("torch")
+    tensor = () if torch is None else torch.Tensor
+    addresses, layouts, together = [], [], 0
+    for array in arrays:
+        if array is None:
+            address, layout = 0, None
+        elif isinstance(array, tensor):
+            address, layout = array.data_ptr(), (array.shape, array.stride(), array.dtype, array.device)
+        else:
+            interface = None if isinstance(array, np.ndarray) else _cuda_array_interface(array)
+            if interface is None:
+                return None
+            (address, read_only), strides = interface["data"], interface.get("strides")
+            address = int(address or 0)
+            layout = (type(array), tuple(interface["shape"]), strides if strides is None else tuple(strides), interface["typestr"],
+                      bool(read_only), interface.get("mask") is None, _ordinal_of(array, address))
+        together |= address
+        addresses.append(address)
+        layouts.append(layout)
+    return None if together % 16 else (addresses, tuple(layouts))
 
 
 def _cuda_array_interface(array: Any) -> dict | None:
@@ -151,9 +182,7 @@ def _ordinal_of(array: Any, address: int) -> int:
         return ordinal
     if address == 0:  # an empty array has no memory and so no device of its own
         return 0
-    from .gpu.driver import ordinal_of_pointer
-
-    return ordinal_of_pointer(address)
+    return driver.ordinal_of_pointer(address)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -186,7 +215,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: ArrayView, stream: int) -> A
         return np.empty(shape, NUMPY_DTYPE[dtype])
     if like.library == "torch":
         torch = sys.modules["torch"]
-        if stream != current_stream(like):
+        if stream != current_stream(like.library, like.device):
             with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=like.device)):
                 return torch.empty(shape, dtype=getattr(torch, dtype), device=f"cuda:{like.device}")
         return torch.empty(shape, dtype=getattr(torch, dtype), device=f"cuda:{like.device}")
@@ -205,12 +234,14 @@ def empty(shape: tuple[int, ...], dtype: str, like: ArrayView, stream: int) -> A
         return cuda.device_array(shape, NUMPY_DTYPE[dtype])
 
 
-def current_stream(like: ArrayView) -> int:
-    """Handle of the stream on which the caller of `like`'s library is working now; asked anew at every call, never kept."""
-    if like.library == "torch":
-        return sys.modules["torch"].cuda.current_stream(like.device).cuda_stream
-    if like.library == "cupy":
-        return sys.modules["cupy"].cuda.get_current_stream(like.device).ptr
+def current_stream(library: str, device: int) -> int:
+    """Handle of the stream on which the caller of `library` is working now; asked anew at every call, never kept."""
+    if library == "torch":
+        torch = sys.modules["torch"]
+        handle = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # as torch's compiler asks: no Stream object
+        return torch.cuda.current_stream(device).cuda_stream if handle is None else handle(device)
+    if library == "cupy":
+        return sys.modules["cupy"].cuda.get_current_stream(device).ptr
     return 0  # numba and JAX callers: the legacy default stream
 
 

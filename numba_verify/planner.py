@@ -23,6 +23,7 @@ from .memory import Workspace
 from .problem import (
     MAX_DRAFT_TOKENS,
     VALUE_DTYPES,
+    Enqueue,
     IndexArrays,
     PlanSpec,
     TreeInput,
@@ -43,7 +44,7 @@ class Implementation(NamedTuple):
     """One implementation of the kernels. `fastest`: its kernels in the order "auto" looks through on a GPU.
 
     support(kernel, num_heads, latent_dim, rope_dim, dtype, page_size, device) -> reason text, empty when it can run.
-    make_executor(spec) -> an object with workspace_bytes, bind, update, run (numba_verify.backend.Executor).
+    make_executor(spec) -> an object with workspace_bytes, bind, prepare_update, prepare_run (numba_verify.backend.Executor).
     """
 
     name: str
@@ -86,6 +87,19 @@ def default_validate() -> bool:
     return os.environ.get("NUMBA_VERIFY_VALIDATE", "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
+class Repeatable(NamedTuple):
+    """A call that passed every check, for the next one like it. It keeps no array of the caller.
+
+    `key`: all that the checks looked at but the addresses, so that an equal key is a check passed. `rows`: the least of q, out, lse, draft_kv;
+    `library`: whose current stream counts.
+    """
+
+    key: tuple
+    rows: int
+    library: str
+    enqueue: Enqueue
+
+
 class Plan:
     """One verify step's lengths, page lists and trees, laid out on the device for any number of `run` calls (one a layer).
 
@@ -105,11 +119,23 @@ class Plan:
         self._executor.bind(self._workspace)
         self._checked: validation.Checked | None = None
         self._host_rows = 0  # query rows a host DraftTree promised; 0 when only the device knows
+        # Most calls differ from the one before in addresses alone, another layer's. validate=True looks at contents, which no key tells.
+        self._recognises = spec.device is not None and not validate
+        self._last_update: Repeatable | None = None
+        self._last_run: Repeatable | None = None
+        # Held while a call enqueues. A launch lets other threads run, and a second one in this plan would write the arguments of its launches
+        # into the same storage, or put its attention between that of the first and the merge of its partial results.
+        self._lock = threading.Lock()
 
     @property
     def kernel(self) -> str:
         """Name of the kernel that runs."""
         return self.spec.kernel
+
+    @property
+    def tile(self) -> str:
+        """Name of the tile configuration it runs with; "" for a kernel without one."""
+        return str(getattr(self._executor, "tile", ""))
 
     @property
     def workspace_bytes(self) -> int:
@@ -125,21 +151,33 @@ class Plan:
         Shapes and dtypes as in `plan`. Raises ValueError / TypeError for what the host can see, also when a host `DraftTree` comes under
         stream capture (its upload would be recorded with today's contents); with validate=True IndexError / ValueError for bad contents.
         """
-        spec = self.spec
-        qo = check_index_array(qo_indptr, "qo_indptr", spec.device)
-        handle = _stream_of(stream, qo)
+        spec, last = self.spec, self._last_update
         host_tree = tree if isinstance(tree, DraftTree) else None
+        key = None
+        if self._recognises and host_tree is None:
+            layouts = arrays.layouts_of((qo_indptr, kv_indptr, kv_indices, kv_lens, tree))
+            if layouts is not None:
+                addresses, key = layouts
+                if last is not None and last.key == key:
+                    self._enqueue(last, stream, addresses)
+                    self._host_rows = 0
+                    return
+        qo = check_index_array(qo_indptr, "qo_indptr", spec.device)
+        handle = _stream_of(stream, qo.library, qo.device)
         if (host_tree is not None or self._validate) and is_capturing(handle, spec.device):
             raise ValueError("update: a host DraftTree cannot be captured in a CUDA graph; pass device parents, bits or a mask instead"
                              if host_tree is not None else
                              "update: validate=True synchronises and cannot be captured; plan with validate=False")
         indices = self._check_step(qo, kv_indptr, kv_indices, tree, kv_lens)
-        with _on(spec.device):
+        with _on(spec.device), self._lock:
             if host_tree is not None:
                 indices = indices._replace(tree=self._upload(host_tree, handle))
             if self._validate:
                 self._checked = validation.check_indices(spec, indices, host_tree, handle)
-            self._executor.update(indices, handle)
+            enqueue = self._executor.prepare_update(indices)
+            enqueue(handle, _addresses(indices.arrays))
+        if key is not None:
+            self._last_update = Repeatable(key, 0, qo.library, enqueue)
         self._host_rows = host_tree.num_nodes if host_tree is not None else 0
 
     def _check_step(self, qo: ArrayView, kv_indptr: Any, kv_indices: Any, tree: Any, kv_lens: Any) -> IndexArrays:
@@ -173,9 +211,17 @@ class Plan:
         Returns out, or (out, lse) with return_lse=True or when lse was given. Rows at and after qo_indptr[-1] are left alone.
         ValueError / TypeError for anything the host can see to be wrong; nothing is written then.
         """
-        spec = self.spec
+        spec, last, key = self.spec, self._last_run, None
+        # Numbers of any other type are left to the checks: True == 1.0, and an array may change and stay equal to itself.
+        if self._recognises and out is not None and (lse is not None or not return_lse) and type(sm_scale) is type(logit_cap) is float:
+            layouts = arrays.layouts_of((q, kv_cache, draft_kv, out, lse))
+            if layouts is not None:
+                addresses, key = layouts[0], (layouts[1], sm_scale, logit_cap)
+                if last is not None and last.key == key and last.rows >= self._host_rows:
+                    self._enqueue(last, stream, addresses)
+                    return (out, lse) if lse is not None else out
         queries = check_rows(q, "q", spec, (spec.num_heads, spec.row_dim))
-        handle = _stream_of(stream, queries)
+        handle = _stream_of(stream, queries.library, queries.device)
         given_out = out is not None
         if given_out:
             out_view = check_rows(out, "out", spec, (spec.num_heads, spec.latent_dim))
@@ -186,9 +232,11 @@ class Plan:
             shape = (queries.shape[0], spec.num_heads, spec.latent_dim)
             out_view = queries._replace(shape=shape, strides=arrays.contiguous_strides(shape))
         tensors = check_tensors(spec, queries, kv_cache, draft_kv, out_view, lse_view, sm_scale, logit_cap)
-        for got, name in ((queries, "q"), (out_view, "out"), (lse_view, "lse"), (tensors.draft_kv, "draft_kv")):
-            if got is not None and got.shape[0] < self._host_rows:
-                raise ValueError(f"{name}: expected at least {self._host_rows} rows, one a node of the planned tree, got {got.shape[0]}")
+        rows_of = [(got.shape[0], name) for got, name in ((queries, "q"), (out_view, "out"), (lse_view, "lse"), (tensors.draft_kv, "draft_kv"))
+                   if got is not None]
+        for rows, name in rows_of:
+            if rows < self._host_rows:
+                raise ValueError(f"{name}: expected at least {self._host_rows} rows, one a node of the planned tree, got {rows}")
         with _on(spec.device):
             if self._validate:
                 if is_capturing(handle, spec.device):
@@ -200,8 +248,22 @@ class Plan:
             if lse is None and return_lse:
                 lse = arrays.empty((queries.shape[0], spec.num_heads), "float32", queries, handle)
                 tensors = tensors._replace(lse=view(lse, "lse"))
-            self._executor.run(tensors, handle)
+            enqueue = self._executor.prepare_run(tensors)
+            with self._lock:
+                enqueue(handle, _addresses(tensors.arrays))
+        if key is not None:
+            self._last_run = Repeatable(key, min(rows_of)[0], queries.library, enqueue)
         return (out, lse) if lse is not None else out
+
+    def _enqueue(self, call: Repeatable, stream: Any, addresses: list[int]) -> None:
+        """The device work of a call that was recognised."""
+        handle = _stream_of(stream, call.library, self.spec.device)
+        with driver.context(self.spec.device), self._lock:
+            call.enqueue(handle, addresses)
+
+
+def _addresses(views: tuple[ArrayView | None, ...]) -> list[int]:
+    return [0 if array is None else array.address for array in views]
 
 
 class _NoContext:
@@ -216,11 +278,11 @@ def _on(device: int | None):
     return _NoContext() if device is None else driver.context(device)
 
 
-def _stream_of(stream: Any, array: ArrayView) -> int:
+def _stream_of(stream: Any, library: str, device: int | None) -> int:
     handle = None if stream is None else arrays.stream_handle(stream)
-    if array.device is None:
+    if device is None:
         return 0
-    return arrays.current_stream(array) if handle is None else handle
+    return arrays.current_stream(library, device) if handle is None else handle
 
 
 def is_capturing(stream: int, device: int | None) -> bool:
@@ -344,7 +406,7 @@ def make_plan(implementation: Implementation, qo_indptr: Any, kv_indptr: Any, kv
     """`plan` of an implementation: check, allocate, and lay out the first step."""
     qo, pages = check_index_array(qo_indptr, "qo_indptr"), check_index_array(kv_indices, "kv_indices")
     check_device(pages, "kv_indices", qo.device)
-    handle = _stream_of(stream, qo)
+    handle = _stream_of(stream, qo.library, qo.device)
     if is_capturing(handle, qo.device):
         raise ValueError("plan: it allocates and cannot be captured in a CUDA graph; plan before the capture, and capture update and run")
     spec = make_spec(implementation, qo, pages, tree, given, handle)
@@ -381,7 +443,7 @@ def verify_once(implementation: Implementation, q: Any, kv_cache: Any, qo_indptr
     if rope < 0 or latent_dim + rope != queries.shape[2]:
         raise ValueError(f"q: expected a last dimension of latent_dim + rope_dim = {latent_dim + max(rope, 0)}, got {queries.shape[2]}")
     rows = max(queries.shape[0], tree_rows(tree, batch) or 0)
-    handle = _stream_of(stream, queries)
+    handle = _stream_of(stream, queries.library, queries.device)
     given = PlanArguments(queries.shape[1], latent_dim, rope, queries.dtype, page_size, draft_kv is None, kernel, deterministic,
                           _room(batch), _room(rows), _room(pages.shape[0]))
     spec = make_spec(implementation, qo, pages, tree, given, handle)

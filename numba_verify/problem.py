@@ -7,6 +7,7 @@ never sees an argument it would have to doubt. Texts say what was expected, what
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from .kernels.config import MAX_DRAFT_TOKENS as MAX_DRAFT_TOKENS
 KERNELS = ("naive", "flash", "paged", "mma", "wgmma", "reference")
 VALUE_DTYPES = ("bfloat16", "float16", "float32")
 INDEX_DTYPES = ("int32", "int64")
+#: Enqueues one `update` or `run` on a stream (a handle) with the addresses of its arrays, 0 for one that is not there.
+Enqueue = Callable[[int, Sequence[int]], None]
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -73,6 +76,11 @@ class IndexArrays(NamedTuple):
     kv_lens: ArrayView | None
     tree: TreeInput
 
+    @property
+    def arrays(self) -> tuple[ArrayView | None, ...]:
+        """In the order in which an executor takes their addresses."""
+        return self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_lens, self.tree.array
+
 
 class Tensors(NamedTuple):
     """The arguments of one `run`, checked. Strides count elements; the last dimension of each array has stride 1.
@@ -96,6 +104,11 @@ class Tensors(NamedTuple):
     out_head_stride: int
     sm_scale: float
     logit_cap: float
+
+    @property
+    def arrays(self) -> tuple[ArrayView | None, ...]:
+        """In the order in which an executor takes their addresses."""
+        return self.q, self.kv_cache, self.draft_kv, self.out, self.lse
 
 
 def check_count(value: Any, name: str, minimum: int) -> int:

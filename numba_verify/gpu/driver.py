@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -48,13 +48,17 @@ def _driver():
 
 def call(name: str, *args):
     """Call the driver function `name`; its single result, a tuple of several, or None. DriverError on any status but success."""
-    driver = _driver()
-    status, *results = getattr(driver, name)(*args)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        text = driver.cuGetErrorString(status)[1]
-        explanation = text.decode() if isinstance(text, bytes) else text
-        raise DriverError(f"{name}: {status.name} ({explanation})")
+    status, *results = getattr(_driver(), name)(*args)
+    if status:  # CUDA_SUCCESS is 0
+        fail(name, status)
     return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def fail(name: str, status: Any) -> NoReturn:
+    """DriverError for a status of the driver function `name` that is not success."""
+    text = _driver().cuGetErrorString(status)[1]
+    explanation = text.decode() if isinstance(text, bytes) else text
+    raise DriverError(f"{name}: {status.name} ({explanation})")
 
 
 @functools.cache
@@ -101,43 +105,62 @@ def device_info(ordinal: int) -> DeviceInfo:
 
 
 @functools.cache
-def _primary_context(ordinal: int):
+def _primary_context(ordinal: int) -> int:
     device_info(ordinal)  # the clear error when there is no such GPU
     # Retained for the life of the process, as torch, CuPy and numba do: they share this context with us.
-    return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
+    return int(call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal)))
 
 
+class _Switch:
+    """Makes another context current, and puts back what was current before."""
 
-@contextmanager
-def context(ordinal: int) -> Iterator[None]:
-    """Make the primary context of GPU `ordinal` current for this thread, and put back what was current before."""
-    wanted = _primary_context(ordinal)
-    before = call("cuCtxGetCurrent")
-    if int(before) == int(wanted):
-        yield
-        return
-    call("cuCtxSetCurrent", wanted)
-    try:
-        yield
-    finally:
+    def __init__(self, wanted: int, before: int):
+        self._wanted, self._before = wanted, before
+
+    def __enter__(self) -> None:
+        call("cuCtxSetCurrent", self._wanted)
+
+    def __exit__(self, *_: object) -> None:
         # A thread that had no context keeps this one: taking it away again would cost every call the same switch.
-        if int(before):
-            call("cuCtxSetCurrent", before)
+        if self._before:
+            call("cuCtxSetCurrent", self._before)
 
 
-def prepare_kernel(kernel: int, nbytes: int, ordinal: int) -> None:
-    """Let `kernel` (a CUkernel) be launched on GPU `ordinal` with `nbytes` of dynamic shared memory, and load its code there now: the
-    driver loads lazily, and a first launch under stream capture is no time to allocate."""
-    driver = _driver()
-    if nbytes > 48 * 1024:  # beyond 48 KB a launch fails unless the kernel has asked for it
-        call("cuKernelSetAttribute", driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes, kernel,
-             call("cuDeviceGet", ordinal))
-    call("cuFuncLoad", call("cuKernelGetFunction", kernel))
+_NO_SWITCH = nullcontext()
+
+
+def context(ordinal: int) -> AbstractContextManager[None]:
+    """`with context(ordinal):` the primary context of that GPU is current for this thread, and then what was current before.
+
+    To be entered at once: what is current is asked here, and where it is the right one already, as in most calls, nothing is switched.
+    """
+    wanted = _primary_context(ordinal)
+    status, current = _driver().cuCtxGetCurrent()  # not by `call`, which costs more than the answer, and every step asks
+    if status:
+        fail("cuCtxGetCurrent", status)
+    return _NO_SWITCH if int(current) == wanted else _Switch(wanted, int(current))
+
+
+def prepare_kernel(kernel: int, nbytes: int) -> Any:
+    """The function of `kernel` (a CUkernel) in the current context, ready to be launched with `nbytes` of dynamic shared memory.
+
+    Its code is loaded now: the driver loads lazily, and a first launch under stream capture is no time to allocate. A function belongs to
+    one context, so that a launch has nothing to look up.
+    """
+    function = call("cuKernelGetFunction", kernel)
+    if nbytes > 48 * 1024:  # beyond 48 KB a launch fails unless the function has asked for it
+        call("cuFuncSetAttribute", function, _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes)
+    call("cuFuncLoad", function)
+    return function
 
 
 def ordinal_of_pointer(address: int) -> int:
     """Which GPU the memory at `address` belongs to. DriverError when it is no device memory."""
-    return int(call("cuPointerGetAttribute", _driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
+    driver = _driver()
+    status, ordinal = driver.cuPointerGetAttribute(driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+    if status:  # not by `call`: a step asks this of every array of a library that does not tell its device
+        fail("cuPointerGetAttribute", status)
+    return int(ordinal)
 
 
 @contextmanager
