@@ -15,15 +15,16 @@ namespace nvr {
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 __host__ __device__ constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 #ifdef __CUDACC__
-// The block's dynamic shared memory, 16-byte aligned.
+// The block's dynamic shared memory, 128-byte aligned, as mma's swizzle wants it.
 __device__ __forceinline__ float* shared_memory() {
-    extern __shared__ float4 nvr_dynamic_shared[];
+    extern __shared__ __align__(128) float4 nvr_dynamic_shared[];
     return reinterpret_cast<float*>(nvr_dynamic_shared);
 }
 #endif

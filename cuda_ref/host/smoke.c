@@ -25,10 +25,10 @@ static const struct problem PROBLEMS[] = {
 
 static unsigned random_state = 1;
 
-/* Uniform in [-1, 1), the same on every machine. */
+/* Uniform in [-1, 1), the same on every machine. Multiples of 1/128, which bfloat16 holds exactly. */
 static float next_random(void) {
     random_state = random_state * 1664525u + 1013904223u;
-    return (float)(random_state >> 8) / 8388608.0f - 1.0f;
+    return (float)(random_state >> 24) / 128.0f - 1.0f;
 }
 
 static void *allocate(size_t bytes) {
@@ -135,6 +135,18 @@ static nvr_index_array index_array(const int32_t *data, int length) {
     return array;
 }
 
+/* The upper half of each float32 is a bfloat16; its lower half is zero here. */
+static uint16_t *to_bfloat16(const float *values, size_t count) {
+    uint16_t *halves = allocate(count * sizeof(uint16_t));
+    for (size_t i = 0; i < count; ++i) memcpy(halves + i, (const char *)(values + i) + 2, sizeof(uint16_t));
+    return halves;
+}
+
+static void from_bfloat16(const uint16_t *halves, size_t count, float *values) {
+    memset(values, 0, count * sizeof(float));
+    for (size_t i = 0; i < count; ++i) memcpy((char *)(values + i) + 2, halves + i, sizeof(uint16_t));
+}
+
 static nvr_tensors make_tensors(const struct problem *p, const struct arrays *a) {
     const int width = p->latent + p->rope;
     const nvr_tensors tensors = {a->q, a->pool, p->aside ? a->draft : NULL, a->out, a->lse, a->total_q, a->pool_pages, a->total_q,
@@ -146,26 +158,69 @@ static nvr_tensors make_tensors(const struct problem *p, const struct arrays *a)
 static int run_kernel(int kernel, const nvr_plan_config *config, const nvr_tensors *tensors, void *workspace, uint64_t bytes) {
     const int status = kernel == NVR_KERNEL_NAIVE   ? nvr_verify_naive(config, tensors, workspace, bytes, NULL)
                        : kernel == NVR_KERNEL_FLASH ? nvr_verify_flash(config, tensors, workspace, bytes, NULL)
-                                                    : nvr_verify_paged(config, tensors, workspace, bytes, NULL);
+                       : kernel == NVR_KERNEL_PAGED ? nvr_verify_paged(config, tensors, workspace, bytes, NULL)
+                                                    : nvr_verify_mma(config, tensors, workspace, bytes, NULL);
     return check(status, "verify");
 }
 
+/* out and lse against double; outputs are at most 1. */
+static int compare(const struct problem *p, const struct arrays *a, int kernel, int tile, double tolerance) {
+    double worst = 0.0;
+    for (int r = 0; r < p->requests; ++r) {
+        const double error = check_request(p, a, SM_SCALE, r);
+        if (!(error <= worst)) worst = error; /* keeps a NaN */
+    }
+    printf("H %d, D %d + %d, page size %d, kernel %d, tile %d: error %.2e\n", p->heads, p->latent, p->rope, p->page_size, kernel, tile, worst);
+    return worst <= tolerance;
+}
+
 static int compare_kernels(const struct problem *p, struct arrays *a, const nvr_plan_config *config, void *workspace, uint64_t bytes) {
-    const double tolerance = 2e-5; /* float32 against double; outputs are at most 1 */
     const nvr_tensors tensors = make_tensors(p, a);
     int good = 1;
     for (int kernel = NVR_KERNEL_NAIVE; kernel <= NVR_KERNEL_PAGED; ++kernel) {
-        double worst = 0.0;
         memset(a->out, 0xff, sizeof(float) * (size_t)a->total_q * p->heads * p->latent); /* NaN: a value not written fails */
         memset(a->lse, 0xff, sizeof(float) * (size_t)a->total_q * p->heads);
         if (!run_kernel(kernel, config, &tensors, workspace, bytes)) return 0;
-        for (int r = 0; r < p->requests; ++r) {
-            const double error = check_request(p, a, SM_SCALE, r);
-            if (!(error <= worst)) worst = error; /* keeps a NaN */
-        }
-        printf("H %d, D %d + %d, page size %d, kernel %d: error %.2e\n", p->heads, p->latent, p->rope, p->page_size, kernel, worst);
-        good &= worst <= tolerance;
+        good &= compare(p, a, kernel, p->tile_config, 2e-5);
     }
+    return good;
+}
+
+/* mma with each tile that the device has room for, in bfloat16. compared: there is a right answer. */
+static int run_mma(const struct problem *p, struct arrays *a, nvr_plan_config config, const nvr_indices *indices, int compared) {
+    const size_t width = (size_t)(p->latent + p->rope), values = (size_t)a->total_q * p->heads * p->latent;
+    uint16_t *q = to_bfloat16(a->q, (size_t)a->total_q * p->heads * width);
+    uint16_t *pool = to_bfloat16(a->pool, (size_t)a->pool_pages * p->page_size * width);
+    uint16_t *draft = to_bfloat16(a->draft, (size_t)a->total_q * width);
+    uint16_t *out = allocate(values * sizeof(uint16_t));
+    nvr_tensors tensors = make_tensors(p, a);
+    int good = 1;
+    tensors.q = q;
+    tensors.kv_cache = pool;
+    tensors.draft_kv = p->aside ? draft : NULL;
+    tensors.out = out;
+    config.dtype = NVR_BFLOAT16;
+    config.kernel = NVR_KERNEL_MMA;
+    for (int tile = NVR_MMA_M64; tile <= NVR_MMA_M16_SMALL; ++tile) {
+        uint64_t bytes = 0;
+        config.tile_config = tile;
+        const int status = nvr_can_run(&config, NVR_KERNEL_MMA);
+        if (status == NVR_ERROR_SHARED_MEMORY || status == NVR_ERROR_UNSUPPORTED_DIMS) continue;
+        good &= check(status, "can_run") && check(nvr_workspace_bytes(&config, &bytes), "workspace_bytes");
+        void *workspace = allocate(bytes);
+        memset(workspace, 0xff, bytes);
+        memset(out, 0xff, values * sizeof(uint16_t));
+        memset(a->lse, 0xff, sizeof(float) * (size_t)a->total_q * p->heads);
+        good = good && check(nvr_plan_update(&config, indices, workspace, bytes, NULL), "update");
+        good = good && run_kernel(NVR_KERNEL_MMA, &config, &tensors, workspace, bytes);
+        from_bfloat16(out, values, a->out);
+        if (compared) good &= compare(p, a, NVR_KERNEL_MMA, tile, 1e-2); /* weights and outputs have 8 bits */
+        free(workspace);
+    }
+    free(q);
+    free(pool);
+    free(draft);
+    free(out);
     return good;
 }
 
@@ -184,14 +239,14 @@ static int survive_bad_data(const struct problem *p, struct arrays *a, const nvr
     for (int kernel = NVR_KERNEL_NAIVE; kernel <= NVR_KERNEL_PAGED; ++kernel) {
         good &= run_kernel(kernel, config, &tensors, workspace, bytes);
     }
-    return good;
+    return good & run_mma(p, a, *config, indices, 0);
 }
 
 static int run_problem(const struct problem *p) {
     struct arrays a;
     build_arrays(p, &a);
     const nvr_plan_config config = {0, NVR_FLOAT32, p->heads, p->latent, p->rope, p->page_size, !p->aside, p->deterministic,
-                                    p->tile_config, 0, p->requests, a.total_q, a.entries};
+                                    p->tile_config, NVR_KERNEL_PAGED, p->requests, a.total_q, a.entries};
     const nvr_indices indices = {p->requests, index_array(a.qo, p->requests + 1), index_array(a.kv, p->requests + 1),
                                  index_array(a.pages, a.entries), index_array(a.lens, p->requests),
                                  {NVR_TREE_PARENTS, 0, a.parents, a.total_q, 0}};
@@ -201,6 +256,7 @@ static int run_problem(const struct problem *p) {
     memset(workspace, 0xff, bytes); /* stale contents must not matter */
     good = good && check(nvr_plan_update(&config, &indices, workspace, bytes, NULL), "update");
     good = good && compare_kernels(p, &a, &config, workspace, bytes);
+    good = good && run_mma(p, &a, config, &indices, 1);
     good = good && survive_bad_data(p, &a, &config, &indices, workspace, bytes);
     free(workspace);
     free_arrays(&a);
