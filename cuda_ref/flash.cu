@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(TILE_THREADS, RowDims::BLOCKS_PER_SM) flash_ke
 
 int64_t tile_shared_bytes(const Plan& plan) {
     const int64_t width = plan.config.latent_dim + plan.config.rope_dim;
-    return tile_floats(plan.tile_heads, plan.tile_keys, width) * static_cast<int64_t>(sizeof(float));
+    return tile_floats(plan.tile_rows, plan.tile_keys, width) * static_cast<int64_t>(sizeof(float));
 }
 
 int launch_flash(const Device& device, const VerifyParams& params, void* stream) {

@@ -1,6 +1,6 @@
 // paged: flash's tile steps on a persistent grid over the work list of work.cuh, split along the keys.
 //
-//     grid (ctas)                    CTA p walks the line of work from starts[p] to the end of its range
+//     grid (ctas)                    CTA p walks the line of work from starts[p] to starts[p + 1]
 //     block 256 threads              piece after piece: load q, run the piece's key tiles, write
 //
 // A piece that is a whole tile writes out and lse; any other writes a partial result (normalised by its own weight) and its statistics:
@@ -29,15 +29,14 @@ __device__ int32_t piece_length(const Plan& plan, const Request& request, const 
 
 // One thread's work: puts the CTA's next piece into shared memory; length 0 = there is none.
 __device__ void next_piece(const Plan& plan, bool first, Cursor* piece) {
-    const Counts counts = *plan.workspace.counts;
-    const int64_t end = min64((blockIdx.x + 1) * counts.payload, counts.units);
+    const int64_t end = plan.workspace.starts[blockIdx.x + 1].unit;
     Cursor cursor = first ? plan.workspace.starts[blockIdx.x] : *piece;
     if (!first) advance(plan, plan.workspace.requests[cursor.request], cursor.length, &cursor);
     cursor.length = cursor.unit < end ? piece_length(plan, plan.workspace.requests[cursor.request], cursor, end) : 0;
     *piece = cursor;
 }
 
-__device__ __forceinline__ int64_t slot_of_piece(const Plan& plan, const Request& request, const Cursor& piece) {
+__device__ __forceinline__ int64_t slot_of_cursor(const Plan& plan, const Request& request, const Cursor& piece) {
     if (!plan.config.deterministic) return 2 * blockIdx.x + (piece.block == 0 ? 1u : 0u);
     const Split split = split_of(plan, request);
     return request.piece_begin + static_cast<int64_t>(piece.tile) * split.pieces + piece.block / split.length;
@@ -66,7 +65,7 @@ __device__ __forceinline__ void run_piece(const VerifyParams& params, const Curs
     if (piece->length == blocks_of(plan, request)) {
         finish_row<Element>(params, target, dims, shared, state);
     } else {
-        finish_partial(plan, slot_of_piece(plan, request, *piece), target, dims, shared, state);
+        finish_partial(plan, slot_of_cursor(plan, request, *piece), target, dims, shared, state);
     }
 }
 

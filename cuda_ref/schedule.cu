@@ -1,16 +1,16 @@
 // plan_update: two kernels turn the caller's index arrays into the workspace that every verify kernel reads.
 //
 //   schedule  1 block    lengths -> requests[batch], counts, starts[ctas + 1]      scans over the requests, 256 at a time
+//                                   merges[counts.few + counts.many]
 //   expand    grid       pages   -> slots[entries * page_size]                     paging is resolved here once, not in every kernel
 //                        tree    -> visibility[total_q, words], row_request[max_total_q]
 //
 // Lengths are known on the device only, so nothing here trusts them: each is clamped so that no index leaves the workspace.
-#include "work.cuh"
+#include "cuts.cuh"
+#include "merges.cuh"
 
 namespace nvr {
 
-constexpr int SCHEDULE_THREADS = 256;
-constexpr int SCHEDULE_WARPS = SCHEDULE_THREADS / WARP;
 constexpr int EXPAND_THREADS = 256;
 constexpr int EXPAND_BLOCKS_PER_SM = 8;  // 2048 threads fill an SM; the rest of the grid would only queue
 
@@ -46,80 +46,45 @@ __device__ Request read_request(const UpdateParams& params, int64_t r) {
     return request;
 }
 
-// Exclusive scan over the block. *carry is the sum before this call, the same in every thread, and goes up by the block's total.
-__device__ int64_t block_scan(int64_t value, int64_t* carry, int64_t* warp_totals) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    int64_t inclusive = value;
-    for (int distance = 1; distance < WARP; distance *= 2) {
-        const int64_t other = __shfl_up_sync(ALL_LANES, inclusive, distance);
-        if (lane >= distance) inclusive += other;
-    }
-    if (lane == WARP - 1) warp_totals[warp] = inclusive;
-    __syncthreads();  // hazard: every thread reads warp_totals that the last lane of each warp wrote
-    int64_t before = *carry, total = 0;
-    for (int w = 0; w < SCHEDULE_WARPS; ++w) {
-        if (w < warp) before += warp_totals[w];
-        total += warp_totals[w];
-    }
-    __syncthreads();  // hazard: the next scan overwrites warp_totals that slow warps still read here
-    *carry += total;
-    return before + inclusive - value;
-}
-
-// Writes requests[batch]; returns the length of the line of work, the same in every thread.
-__device__ int64_t write_requests(const UpdateParams& params, int64_t* warp_totals) {
+// Writes requests[batch]; returns what they sum up to, the same in every thread.
+__device__ Line write_requests(const UpdateParams& params, Line* of_warps) {
     const Plan& plan = params.plan;
-    int64_t mask_bytes = 0, units = 0, pieces = 0;
+    Line line = {};
     for (int64_t base = 0; base < params.indices.batch; base += SCHEDULE_THREADS) {
         const int64_t r = base + threadIdx.x;
         Request request = {};
         if (r < params.indices.batch) request = read_request(params, r);
         const int32_t tiles = tiles_of(plan, request);
         const int32_t blocks = blocks_of(plan, request);
-        const Split split = split_by_length(request.kv_len, tiles, blocks);
-        const int64_t slots = plan.config.deterministic && split.pieces > 1 ? static_cast<int64_t>(tiles) * split.pieces : 0;
-
-        request.mask_begin = block_scan(request.q_len * (request.prefix + request.q_len), &mask_bytes, warp_totals);
-        request.unit_begin = block_scan(static_cast<int64_t>(tiles) * blocks, &units, warp_totals);
-        request.piece_begin = block_scan(slots, &pieces, warp_totals);
+        int64_t slots = tiles;
+        if (plan.config.deterministic) {
+            const Split split = split_by_length(request.kv_len, tiles, blocks);
+            slots = split.pieces > 1 ? static_cast<int64_t>(tiles) * split.pieces : 0;
+        }
+        const Line before = block_scan(
+            {request.q_len * (request.prefix + request.q_len), static_cast<int64_t>(tiles) * blocks, slots, tiles > 0 ? blocks : 0}, &line, of_warps);
+        request.mask_begin = before.mask_bytes;
+        request.unit_begin = before.units;
+        request.piece_begin = before.slots;
         // Without room (only when index arrays overlap, which valid ones do not) the tile stays whole.
-        if (slots == 0 || request.piece_begin + slots > plan.partial_slots) request.piece_begin = -1;
+        if (plan.config.deterministic && (slots == 0 || request.piece_begin + slots > plan.partial_slots)) request.piece_begin = -1;
         if (r < params.indices.batch) plan.workspace.requests[r] = request;
+        __syncthreads();  // hazard: all that follows reads requests that other threads wrote; the next scan overwrites of_warps
     }
-    return units;
+    return line;
 }
 
-// Where CTA p begins: unit p * payload, or the first piece that starts at or after it.
-__device__ Cursor find_start(const Plan& plan, int64_t batch, int64_t units, int64_t unit) {
-    if (unit >= units) return {units, static_cast<int32_t>(batch), 0, 0, 0};
-    const Request* requests = plan.workspace.requests;
-    const int32_t r = find_request<&Request::unit_begin>(requests, batch, unit);
-    const Request request = requests[r];
-    const int32_t blocks = blocks_of(plan, request);
-    const int64_t local = unit - request.unit_begin;
-    Cursor start = {unit, r, static_cast<int32_t>(local / blocks), static_cast<int32_t>(local % blocks), 0};
-    if (plan.config.deterministic) {
-        const int32_t length = split_of(plan, request).length;
-        const int32_t next = static_cast<int32_t>(min64(ceil_div(start.block, length) * length, blocks));
-        if (next > start.block) advance(plan, request, next - start.block, &start);
-    }
-    return start;
-}
-
-// grid 1, block SCHEDULE_THREADS, shared memory: SCHEDULE_WARPS int64
+// grid 1, block SCHEDULE_THREADS, shared memory: SCHEDULE_WARPS of Line
 __global__ void __launch_bounds__(SCHEDULE_THREADS) schedule_kernel(UpdateParams params) {
-    int64_t* warp_totals = reinterpret_cast<int64_t*>(shared_memory());
     const Plan& plan = params.plan;
     const int64_t batch = params.indices.batch;
-    const int64_t units = write_requests(params, warp_totals);
-    const int64_t payload = max64(ceil_div(units, plan.ctas), MIN_PAYLOAD);
+    int64_t* scratch = reinterpret_cast<int64_t*>(shared_memory());
+    const Line line = write_requests(params, reinterpret_cast<Line*>(scratch));
+    const bool may_cut = cut_line(plan, batch, line, scratch);
+    const int64_t merges = plan.config.deterministic ? merge_pieces(plan, batch, scratch) : may_cut ? merge_shares(plan, scratch) : 0;
     if (threadIdx.x == 0) {
         const int64_t entries = batch == 0 ? 0 : entry_capacity(params);
-        *plan.workspace.counts = {batch, entries, units, payload};
-    }
-    __syncthreads();  // hazard: find_start reads requests and counts that other threads wrote
-    for (int p = threadIdx.x; p <= plan.ctas; p += SCHEDULE_THREADS) {
-        plan.workspace.starts[p] = find_start(plan, batch, units, p * payload);
+        *plan.workspace.counts = {batch, entries, static_cast<int32_t>(merges & 0xffffffff), static_cast<int32_t>(merges >> 32)};
     }
 }
 
@@ -199,7 +164,7 @@ __global__ void __launch_bounds__(EXPAND_THREADS) expand_kernel(UpdateParams par
 }
 
 int launch_update(const Device& device, const UpdateParams& params, void* stream) {
-    const int status = launch<schedule_kernel>(device, "schedule", dim3(1), SCHEDULE_THREADS, SCHEDULE_WARPS * sizeof(int64_t), stream,
+    const int status = launch<schedule_kernel>(device, "schedule", dim3(1), SCHEDULE_THREADS, SCHEDULE_WARPS * sizeof(Line), stream,
                                                params);
     if (status != NVR_OK) return status;
     const nvr_plan_config& config = params.plan.config;

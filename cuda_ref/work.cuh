@@ -1,37 +1,37 @@
 // The line of work that schedule cuts, paged walks and combine merges.
 //
-// A tile is one query row x one tile of heads; its work is `blocks` units of tile_keys keys each. All tiles of all requests, in order,
-// form one line of units:
+// The query rows of a request are numbered token by token, head by head: row rr is head rr % row_heads of token rr / row_heads. tile_rows
+// of them are a tile; its work is `blocks` units of tile_keys keys each. All tiles of all requests, in order, form one line of units:
 //
 //     request 0                     request 1 ...
 //     | tile 0    | tile 1    |     | tile 0 | tile 1 | ...
-//     ^CTA 0         ^CTA 1           ^CTA 2     each CTA: `payload` units
+//     ^CTA 0         ^CTA 1           ^CTA 2     cuts.cuh says where
 //
 // A tile cut by a CTA's border is computed in pieces, each a partial result in its own slot; combine merges them.
-// Deterministic plans cut each tile into pieces that depend on its request alone, and a CTA takes the pieces that start in its range.
+// Deterministic plans cut each tile into pieces that depend on its request alone, and a CTA takes the pieces that start in its share.
 #pragma once
 
 #include "verify_attn.cuh"
 
 namespace nvr {
 
-// Fewer units than this do not pay for the Q load and the combine pass of a further CTA.
-constexpr int64_t MIN_PAYLOAD = 8;
-
 // Deterministic split: about this many keys a piece, and at most this many pieces a request. 128 is about the number of SMs, so one
 // request alone still fills a GPU.
 constexpr int64_t PIECE_KEYS = 1024;
 constexpr int32_t MAX_PIECES = 128;
+
+// Pieces up to which combine merges a whole row of a tile at a time, and not 32 columns of it.
+constexpr int32_t FEW_PIECES = 16;
 
 struct Split {
     int32_t pieces;  // of one tile
     int32_t length;  // units of a piece; the last may be shorter
 };
 
-// At most NVR_MAX_DRAFT rows x NVR_MAX_HEADS / 8 head tiles: 32 bits are enough (for keys, too). 64-bit divisions would be function
-// calls, and those cost registers.
+// At most NVR_MAX_DRAFT tokens x (NVR_MAX_HEADS + 15) heads: 32 bits are enough (for keys, too). 64-bit divisions would be function calls,
+// and those cost registers.
 __host__ __device__ inline int32_t tiles_of(const Plan& plan, const Request& request) {
-    return static_cast<int32_t>(request.q_len) * plan.head_tiles;
+    return (static_cast<int32_t>(request.q_len) * plan.row_heads + plan.tile_rows - 1) / plan.tile_rows;
 }
 
 // At least one unit: a tile without keys still has to write its zeros.
@@ -52,6 +52,13 @@ __device__ inline Split split_of(const Plan& plan, const Request& request) {
     const int32_t blocks = blocks_of(plan, request);
     if (request.piece_begin < 0) return {1, blocks};
     return split_by_length(request.kv_len, tiles_of(plan, request), blocks);
+}
+
+// Slot of piece k of a tile whose piece 0 is in slot `first`. Not deterministic: CTA p has slot 2p for the end of a tile that others began
+// and 2p + 1 for the beginning of one that others end, so the pieces are in 2p + 1, 2p + 2, 2p + 4, ...
+__host__ __device__ inline int32_t slot_of_piece(const Plan& plan, int32_t first, int32_t k) {
+    if (plan.config.deterministic) return first + k;
+    return k == 0 ? first : first + 2 * k - 1;
 }
 
 // Moves `length` units on, not beyond the end of the tile. Requests without tiles are stepped over.

@@ -1,10 +1,19 @@
-"""combine: merges the partial results of tiles that `paged` cut. A tile that was not cut costs nothing here.
+"""combine: merges the partial results of tiles in pieces, by the merge table of `schedule`. A tile that was not cut costs nothing here.
 
-    grid (CTAs, HT), 128 threads: block (p, h) merges head row h of every cut tile whose first piece CTA p holds
+    grid (any number of blocks), 128 threads; each warp by itself takes item after item:
+      tile of few pieces     one row, all columns     lane l: columns 4 l .. 4 l + 3 of every 128, all pieces
+      tile of many pieces    one row, 32 columns      lane l: columns 4 (l % 8) .. + 3, pieces l / 8, l / 8 + 4, l / 8 + 8, ...
 
-    out = sum_k w_k * partial_k / sum_k w_k      w_k = sum_k * exp(max_k - max), k in key order, always from left to right
-    lse = max + ln sum_k w_k                     all sums 0 (nobody saw anything): out 0, lse -inf
-    thread t          columns t, t + 128, ...: one pass over the pieces for all of them
+    out = sum_k w_k * partial_k / sum_k w_k      w_k = total_k * exp(peak_k - max)
+    lse = max + ln sum_k w_k                     all totals 0 (nobody saw anything): out 0, lse -inf; a NaN in either shows in both
+
+    per warp, shared memory    ring [2][8][32 lanes] of 16 B: while 8 loads are added up, the next 8 are on their way
+                               a lane reads only what it fetched itself, so there is no barrier
+
+The order of summation depends on the number of pieces alone: few are added in key order; of many, every fourth one, then the four sums.
+
+Two trips to memory: the row of the table; then statistics and the first 16 loads of partials at once. The grid is as small as fills the GPU:
+a block for every row of every tile that might be cut would cost 5 us on an H200 in blocks that find nothing to do.
 """
 
 from __future__ import annotations
@@ -13,140 +22,234 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .config import WARP, Shape
 from .elements import elements
-from .paged import PagedConfig
-from .schedule import (
-    CTA_COUNT,
-    CTA_FIELDS,
-    CTA_REQUEST,
-    CTA_TILE,
-    CTA_UNIT,
+from .tile import LN_2, LOG2_E, warp_reductions
+from .work import (
     FLAG_LSE,
-    KV_LEN,
-    PIECE_BEGIN,
-    Q_BEGIN,
-    Q_LEN,
-    REQUEST_FIELDS,
-    UNIT_BEGIN,
+    HEADER_FEW,
+    HEADER_LAST,
+    HEADER_MANY,
+    MERGE_FIELDS,
+    MERGE_PIECES,
+    MERGE_ROW,
+    MERGE_SLOT,
+    MERGE_TILE,
+    MERGE_TOKENS,
+    ScheduleConfig,
+    merge_rows,
     work_split,
 )
-from .tile import LN_2, LOG2_E
 
 THREADS = 128
-SIGNATURE = ("address",) * 6 + ("i64",) * 5
+WARPS = THREADS // WARP
+SIGNATURE = ("address",) * 5 + ("i64",) * 6
+#: Columns of a lane: one 16-byte load of float32.
+COLUMNS = 4
+LOAD_BYTES = 4 * COLUMNS
+#: Groups of lanes that share the pieces of a tile of many: 8 lanes fetch 128 bytes of a piece together, a whole cache line.
+GROUPS = 4
+#: Loads of a batch, and batches on their way at once.
+BATCH, BATCHES = 8, 2
+RING_BYTES = BATCHES * BATCH * WARP * LOAD_BYTES
+#: Blocks that fill an SM: their rings take 192 KB of the 228 KB of an H200; elsewhere fewer are resident and the rest queues.
+BLOCKS_PER_SM = 6
 
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """Merges what a `paged` kernel of the same configuration left."""
+    """Merges what a kernel left that worked by `schedule`. `base2`: its peaks are in units of log2 e, as are exponents of 2."""
 
-    paged: PagedConfig
+    shape: Shape
+    schedule: ScheduleConfig
+    base2: bool
+
+    @property
+    def strips(self) -> int:
+        """Warps that merge one row of a tile of many pieces."""
+        return self.shape.latent_dim * GROUPS // (COLUMNS * WARP)
 
     def __str__(self) -> str:
-        return str(self.paged)
+        mode = ("_base2" if self.base2 else "") + ("_deterministic" if self.schedule.deterministic else "")
+        return f"{self.shape.latent_dim}_{self.shape.dtype}_r{self.schedule.tile_rows}{mode}"
+
+
+def shared_bytes() -> int:
+    """A ring a warp."""
+    return WARPS * RING_BYTES
+
+
+def grid(config: CombineConfig, sm_count: int, max_partials: int) -> tuple[int, int]:
+    """Blocks that fill the GPU, or fewer when even all merges there can be have fewer rows."""
+    rows = (merge_rows(max_partials) - 1) * config.schedule.tile_rows
+    return min(sm_count * BLOCKS_PER_SM, -(-rows * config.strips // WARPS)), 1
 
 
 def build(lang: Any, config: CombineConfig) -> Callable:
     """The kernel for `config` in the vocabulary `lang`."""
-    uint32, uint64, int64, float32 = lang.uint32, lang.uint64, lang.int64, lang.float32
-    pointer, i64, f32, tid, block_x, block_y = lang.pointer, lang.i64, lang.f32, lang.tid_x, lang.ctaid_x, lang.ctaid_y
-    exp2, log2, maximum = lang.ex2_approx_f32, lang.lg2_approx_f32, lang.max_f32
-    paged = config.paged
-    element, split = elements(lang, paged.shape.dtype), work_split(lang, paged.schedule)
-    tag, store = element.tag, element.store
-    blocks_of, piece_of, deterministic = split.blocks, split.piece, paged.deterministic
-    head_tile, latent, threads = paged.tile.head_tile, paged.shape.latent_dim, THREADS
-    columns = -(-latent // threads)
-    unroll, new_values = lang.unroll, lang.local_array(columns, f32)
-    minus_infinity, log2e, ln2 = float32(-float("inf")), float32(LOG2_E), float32(LN_2)
+    uint32, uint64, int64, pointer, i64, f32 = lang.uint32, lang.uint64, lang.int64, lang.pointer, lang.i64, lang.f32
+    tid, block_x, blocks_x, shared_address = lang.tid_x, lang.ctaid_x, lang.nctaid_x, lang.shared_address
+    rows, strips = config.schedule.tile_rows, config.strips
+    merge_strip, merge_row = _merge(lang, config, 1, GROUPS), _merge(lang, config, -(-config.shape.latent_dim // (COLUMNS * WARP)), 1)
 
-    @lang.device
-    def slot_of(k, p, piece0):
-        """Partial of the k-th piece of a tile that starts in CTA p (deterministic: whose pieces start at `piece0`)."""
-        slot = piece0 + k
-        if not deterministic:
-            slot = int64(2) * p + int64(1) if k == int64(0) else int64(2) * (p + k)
-        return slot
-
-    @lang.device
-    def piece_count(ctas, requests, p, table, tile, units, length):
-        """Pieces of the tile: fixed by the request, or as many as there are CTAs that reach into it."""
-        count = (units + length - int64(1)) // length
-        if not deterministic:
-            line_end = requests[table + UNIT_BEGIN] + (tile + int64(1)) * units
-            row = p * CTA_FIELDS
-            owner = ctas[row + CTA_REQUEST] * REQUEST_FIELDS
-            position = (requests[owner + UNIT_BEGIN] + ctas[row + CTA_TILE] * blocks_of(requests[owner + KV_LEN])
-                        + ctas[row + CTA_UNIT] + ctas[row + CTA_COUNT])  # where the share of CTA p ends on the line of units
-            count, cta = int64(1), p
-            while position < line_end:
-                cta = cta + int64(1)
-                position = position + ctas[cta * CTA_FIELDS + CTA_COUNT]
-                count = count + int64(1)
-        return count
-
-    @lang.device
-    def merge(partial, statistics, count, p, piece0, h, t, out, out_at, lse, lse_at, wants_lse):
-        """One head row: every thread its columns, in one pass over the pieces."""
-        peak = minus_infinity
-        for k in range(count):
-            peak = maximum(peak, statistics[(uint64(slot_of(int64(k), p, piece0)) * uint64(head_tile) + h) * uint64(2)])
-        base = peak if peak > minus_infinity else float32(0)
-        value, total = new_values(), float32(0)
-        for c in range(columns):
-            unroll()
-            value[c] = float32(0)
-        for k in range(count):
-            at = uint64(slot_of(int64(k), p, piece0)) * uint64(head_tile) + h
-            weight = statistics[at * uint64(2) + uint64(1)] * exp2((statistics[at * uint64(2)] - base) * log2e)
-            total = total + weight
-            for c in range(columns):
-                unroll()
-                column = t + uint32(c * threads)
-                if column < uint32(latent):
-                    value[c] = value[c] + weight * partial[at * uint64(latent) + uint64(column)]
-        for c in range(columns):
-            unroll()
-            column = t + uint32(c * threads)
-            result = float32(0)
-            if total != float32(0):
-                result = value[c] / total
-            if column < uint32(latent):
-                store(out, out_at + uint64(column), result)
-        if wants_lse != 0 and t == uint32(0):
-            result = minus_infinity
-            if total != float32(0):
-                result = base + log2(total) * ln2
-            lse[lse_at] = result
-
-    def combine(out_address, lse_address, requests_address, ctas_address, partial_address, statistics_address,
-                out_row, out_head, num_heads, flags, num_rows):
-        t, p, h = tid(), int64(block_x()), uint64(block_y())
-        requests, ctas = pointer(requests_address, i64), pointer(ctas_address, i64)
-        partial, statistics = pointer(partial_address, f32), pointer(statistics_address, f32)
-        head_tiles = (num_heads + int64(head_tile - 1)) // int64(head_tile)
-        cta = p * CTA_FIELDS
-        r, tile, unit, left = ctas[cta + CTA_REQUEST], ctas[cta + CTA_TILE], ctas[cta + CTA_UNIT], ctas[cta + CTA_COUNT]
-        while left > int64(0):
-            table = r * REQUEST_FIELDS
-            tiles = requests[table + Q_LEN] * head_tiles
-            if tile >= tiles:
-                r, tile = r + int64(1), int64(0)
-            else:
-                units = blocks_of(requests[table + KV_LEN])
-                length = piece_of(tiles, units, requests[table + PIECE_BEGIN])
-                row = uint64(requests[table + Q_BEGIN] + tile // head_tiles)
-                head = uint64(tile % head_tiles) * uint64(head_tile) + h
-                taken = units - unit if units - unit < left else left
-                cut = length < units or taken < units  # in pieces by rule, or by the end of this share
-                if unit == int64(0) and cut and head < uint64(num_heads) and row < uint64(num_rows):
-                    count = piece_count(ctas, requests, p, table, tile, units, length)
-                    merge(partial, statistics, count, p, requests[table + PIECE_BEGIN] + tile * count, h, t, pointer(out_address, tag),
-                          row * uint64(out_row) + head * uint64(out_head), pointer(lse_address, f32), row * uint64(num_heads) + head,
-                          flags & FLAG_LSE)
-                left = left - taken
-                unit = unit + taken
-                if unit == units:
-                    tile, unit = tile + int64(1), int64(0)
+    def combine(out_address, lse_address, merges_address, partial_address, statistics_address,
+                out_row, out_head, row_heads, num_heads, flags, num_rows):
+        thread, merges, statistics = tid(), pointer(merges_address, i64), pointer(statistics_address, f32)
+        warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
+        ring = uint32(shared_address(uint32(0)) + warp * uint32(RING_BYTES) + lane * uint32(LOAD_BYTES))
+        few, many, last = merges[HEADER_FEW], merges[HEADER_MANY], merges[HEADER_LAST]
+        of_many = many * int64(rows * strips)
+        # Neighbouring items go to different blocks: when there are few, they spread over the SMs.
+        start, step = int64(warp) * int64(blocks_x()) + int64(block_x()), int64(blocks_x()) * int64(WARPS)
+        for item in range(start, of_many + few * int64(rows), step):
+            whole, index, strip = item >= of_many, uint32(item - of_many), uint32(0)
+            if not whole:
+                index = uint32(uint32(item) // uint32(strips))
+                strip = uint32(uint32(item) - index * uint32(strips))
+            tile = uint32(index // uint32(rows))
+            h = uint32(index - tile * uint32(rows))
+            at = (int64(1) + int64(tile) if whole else last - int64(tile)) * int64(MERGE_FIELDS)
+            flat = uint32(uint32(merges[at + MERGE_TILE]) * uint32(rows) + h)
+            token = uint32(flat // uint32(row_heads))
+            head, row = uint32(flat - token * uint32(row_heads)), merges[at + MERGE_ROW] + int64(token)
+            if int64(token) < merges[at + MERGE_TOKENS] and int64(head) < num_heads and row < num_rows:
+                first, pieces = uint32(merges[at + MERGE_SLOT]), uint32(merges[at + MERGE_PIECES])
+                out_at, lse_at = uint64(row) * uint64(out_row) + uint64(head) * uint64(out_head), uint64(row) * uint64(num_heads) + uint64(head)
+                if whole:
+                    merge_row(ring, lane, first, pieces, h, strip, partial_address, statistics, out_address, out_at, lse_address, lse_at, flags)
+                else:
+                    merge_strip(ring, lane, first, pieces, h, strip, partial_address, statistics, out_address, out_at, lse_address, lse_at, flags)
 
     return combine
+
+
+def _formulas(lang: Any, config: CombineConfig) -> tuple[Callable, Callable]:
+    """Device functions. weight(peak, total, base): of a piece, against the greatest peak.  lse(base, total): of the merged row."""
+    float32, exp2, log2, base2 = lang.float32, lang.ex2_approx_f32, lang.lg2_approx_f32, config.base2
+    log2e, ln2, minus_infinity = float32(LOG2_E), float32(LN_2), float32(-float("inf"))
+
+    @lang.device
+    def weight(peak, total, base):
+        difference = peak - base
+        return total * exp2(difference if base2 else difference * log2e)
+
+    @lang.device
+    def lse(base, total):
+        value = minus_infinity
+        if total != float32(0):
+            value = (base + log2(total)) * ln2 if base2 else base + log2(total) * ln2
+        return value
+
+    return weight, lse
+
+
+def _fetch(lang: Any, config: CombineConfig, parts: int, groups: int) -> Callable:
+    """Device function: starts to bring the lane's pieces of the batch that begins with piece `base`, `parts` loads of each, into their half of
+    the ring. `k`: the lane's first piece. Pieces and columns that do not exist become zeros. Always one commit group, empty for a batch
+    behind the last piece."""
+    uint32, uint64, unroll, copy, commit = lang.uint32, lang.uint64, lang.unroll, lang.cp_async_16_zfill, lang.cp_async_commit
+    rows, latent, own = config.schedule.tile_rows, config.shape.latent_dim, BATCH // parts
+    slot_of, slot_bytes, width = work_split(lang, config.schedule).slot, WARP * LOAD_BYTES, COLUMNS * WARP
+
+    @lang.device
+    def fetch(ring, base, group, first, pieces, h, column, partial_address):
+        half = uint32(ring + uint32(base // uint32(own * groups) & uint32(1)) * uint32(BATCH * slot_bytes))
+        if base < pieces:
+            for u in range(own):
+                unroll()
+                k = uint32(base + uint32(u * groups) + group)
+                at = (uint64(slot_of(first, k)) * uint64(rows) + uint64(h)) * uint64(4 * latent) + uint64(column) * uint64(4)
+                for s in range(parts):
+                    unroll()
+                    there = k < pieces and column + uint32(s * width) < uint32(latent)
+                    copy(uint32(half + uint32((u * parts + s) * slot_bytes)), partial_address + at + uint64(4 * s * width),
+                         uint32(LOAD_BYTES) if there else uint32(0))
+        commit()
+
+    return fetch
+
+
+def _add_up(lang: Any, groups: int) -> Callable:
+    """Device function: x of all groups of lanes, the same bits in every lane."""
+    uint32, shuffle = lang.uint32, lang.shfl_sync_bfly_f32
+
+    @lang.device
+    def one(x):
+        return x
+
+    @lang.device
+    def four(x):
+        x = x + shuffle(x, uint32(16))
+        return x + shuffle(x, uint32(8))
+
+    return {1: one, 4: four}[groups]
+
+
+def _merge(lang: Any, config: CombineConfig, parts: int, groups: int) -> Callable:
+    """Device function: a warp merges strip `strip` of row h of a tile. `groups` groups of lanes share the pieces; a lane has `parts` times 4
+    columns, so the strip is parts * 128 / groups columns wide."""
+    uint32, uint64, float32, pointer, f32, unroll = lang.uint32, lang.uint64, lang.float32, lang.pointer, lang.f32, lang.unroll
+    maximum, shuffle, load, (_, warp_max) = lang.max_f32, lang.shfl_sync_idx_f32, lang.ld_shared_v4_f32, warp_reductions(lang)
+    element, wait, new_values = elements(lang, config.shape.dtype), lang.cp_async_wait_group(BATCHES - 1), lang.local_array(COLUMNS * parts, f32)
+    store_four, itemsize, add_up = element.store_four, element.itemsize, _add_up(lang, groups)
+    (weight_of, lse_of), fetch, slot_of = _formulas(lang, config), _fetch(lang, config, parts, groups), work_split(lang, config.schedule).slot
+    rows, latent, slot_bytes, width = config.schedule.tile_rows, config.shape.latent_dim, WARP * LOAD_BYTES, COLUMNS * WARP
+    own, lanes, minus_infinity = BATCH // parts, WARP // groups, float32(-float("inf"))
+    batch = own * groups
+
+    @lang.device
+    def merge(ring, lane, first, pieces, h, strip, partial_address, statistics, out_address, out_at, lse_address, lse_at, flags):
+        group = uint32(lane // uint32(lanes))
+        column = uint32(strip * uint32(parts * lanes * COLUMNS) + (lane & uint32(lanes - 1)) * uint32(COLUMNS))
+        for b in range(BATCHES):
+            unroll()
+            fetch(ring, uint32(b * batch), group, first, pieces, h, column, partial_address)
+        # Lane l has the statistics of piece l, and then of l + 32, ...
+        own_peak, own_total = minus_infinity, float32(0)
+        if lane < pieces:
+            at = (uint64(slot_of(first, lane)) * uint64(rows) + uint64(h)) * uint64(2)
+            own_peak, own_total = statistics[at], statistics[at + uint64(1)]
+        peak, k = own_peak, uint32(lane + uint32(WARP))
+        while k < pieces:
+            peak = maximum(peak, statistics[(uint64(slot_of(first, k)) * uint64(rows) + uint64(h)) * uint64(2)])
+            k = uint32(k + uint32(WARP))
+        peak = warp_max(peak)
+        base = peak if peak > minus_infinity else float32(0)  # nobody saw anything: -inf - -inf would be NaN
+        weight, total, value, k = weight_of(own_peak, own_total, base), float32(0), new_values(), uint32(0)
+        for i in range(COLUMNS * parts):
+            unroll()
+            value[i] = float32(0)
+        while k < pieces:
+            if k > uint32(0) and k & uint32(31) == uint32(0):
+                weight = float32(0)
+                if k + lane < pieces:
+                    at = (uint64(slot_of(first, uint32(k + lane))) * uint64(rows) + uint64(h)) * uint64(2)
+                    weight = weight_of(statistics[at], statistics[at + uint64(1)], base)
+            wait()
+            half = uint32(ring + uint32(k // uint32(batch) & uint32(1)) * uint32(BATCH * slot_bytes))
+            for u in range(own):
+                unroll()
+                share = shuffle(weight, uint32(k + uint32(u * groups) + group) & uint32(31))
+                total = total + share
+                for s in range(parts):
+                    unroll()
+                    x = load(uint32(half + uint32((u * parts + s) * slot_bytes)))
+                    for i in range(COLUMNS):
+                        unroll()
+                        value[COLUMNS * s + i] = value[COLUMNS * s + i] + share * x[i]
+            fetch(ring, uint32(k + uint32(BATCHES * batch)), group, first, pieces, h, column, partial_address)
+            k = uint32(k + uint32(batch))
+        total, scale = add_up(total), float32(0)
+        if total != float32(0):
+            scale = float32(1) / total
+        for s in range(parts):
+            unroll()
+            i = COLUMNS * s
+            a, b, c, d = add_up(value[i]), add_up(value[i + 1]), add_up(value[i + 2]), add_up(value[i + 3])
+            if group == uint32(0) and column + uint32(s * width) < uint32(latent):
+                store_four(out_address + (out_at + uint64(column) + uint64(s * width)) * uint64(itemsize), a * scale, b * scale, c * scale,
+                           d * scale)
+        if (flags & FLAG_LSE) != 0 and lane == uint32(0) and strip == uint32(0):
+            pointer(lse_address, f32)[lse_at] = lse_of(base, total)
+
+    return merge

@@ -14,6 +14,7 @@ class Elements(NamedTuple):
     """Device functions for one dtype.
 
     tag: what `lang.pointer` takes to read one element.  load(pointer, i) -> float32.  store(pointer, i, x).
+    store_four(address, a, b, c, d): four neighbours, at an address that is a multiple of four elements.
     store_chunk(words, floats, i, w0, w1, w2, w3): 16 bytes of elements, as four uint32, to float32 shared memory from element i on;
     `words` and `floats` are uint32 and float32 pointers to the same place.
     """
@@ -23,6 +24,7 @@ class Elements(NamedTuple):
     per_chunk: int
     load: Callable
     store: Callable
+    store_four: Callable
     store_chunk: Callable
 
 
@@ -30,8 +32,9 @@ def elements(lang: Any, dtype: str) -> Elements:
     """The functions for `dtype` in the vocabulary `lang` (numba_verify.gpu.ptx or the simulator)."""
     if dtype == "float32":
         return _float32(lang)
-    widen, narrow = (lang.bf16_to_f32, lang.f32_to_bf16) if dtype == "bfloat16" else (lang.f16_to_f32, lang.f32_to_f16)
-    return _sixteen_bit(lang, widen, narrow)
+    if dtype == "bfloat16":
+        return _sixteen_bit(lang, lang.bf16_to_f32, lang.f32_to_bf16, lang.f32_to_bf16x2)
+    return _sixteen_bit(lang, lang.f16_to_f32, lang.f32_to_f16, lang.f32_to_f16x2)
 
 
 def _float32(lang: Any) -> Elements:
@@ -52,11 +55,11 @@ def _float32(lang: Any) -> Elements:
         words[i + uint32(2)] = w2
         words[i + uint32(3)] = w3
 
-    return Elements(lang.f32, 4, 4, load, store, store_chunk)
+    return Elements(lang.f32, 4, 4, load, store, lang.st_global_v4_f32, store_chunk)
 
 
-def _sixteen_bit(lang: Any, widen: Callable, narrow: Callable) -> Elements:
-    uint32 = lang.uint32
+def _sixteen_bit(lang: Any, widen: Callable, narrow: Callable, narrow_two: Callable) -> Elements:
+    uint32, uint64, pointer, u64 = lang.uint32, lang.uint64, lang.pointer, lang.u64
     low, shift = lang.uint32(0xFFFF), lang.uint32(16)
 
     @lang.device
@@ -66,6 +69,10 @@ def _sixteen_bit(lang: Any, widen: Callable, narrow: Callable) -> Elements:
     @lang.device
     def store(pointer, i, x):
         pointer[i] = narrow(x)
+
+    @lang.device
+    def store_four(address, a, b, c, d):
+        pointer(address, u64)[0] = uint64(narrow_two(b, a)) | uint64(narrow_two(d, c)) << uint64(32)  # little-endian: a comes first
 
     @lang.device
     def store_chunk(words, floats, i, w0, w1, w2, w3):
@@ -78,4 +85,4 @@ def _sixteen_bit(lang: Any, widen: Callable, narrow: Callable) -> Elements:
         floats[i + uint32(6)] = widen(w3 & low)
         floats[i + uint32(7)] = widen(w3 >> shift)
 
-    return Elements(lang.u16, 2, 8, load, store, store_chunk)
+    return Elements(lang.u16, 2, 8, load, store, store_four, store_chunk)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .config import WARP
-from .schedule import EXPAND_THREADS, MASK_BEGIN, PREFIX, Q_BEGIN, Q_LEN, REQUEST_FIELDS, TREE_KINDS, ExpandConfig, index_reader, request_finder
+from .schedule import EXPAND_THREADS, TREE_KINDS, ExpandConfig, index_reader
+from .work import MASK_BEGIN, PREFIX, Q_BEGIN, Q_LEN, REQUEST_FIELDS, request_finder
 
 CAUSAL, PARENTS, BITS, DENSE, FULL_MASK = range(len(TREE_KINDS))
 

@@ -21,7 +21,7 @@ from .attend import attend
 from .config import TILE_THREADS, Shape, TileConfig
 from .elements import elements
 from .naive import SIGNATURE as SIGNATURE
-from .schedule import FLAG_DRAFT_ASIDE, FLAG_LSE, KV_LEN, PREFIX, Q_BEGIN, REQUEST_FIELDS, SLOT_BEGIN
+from .work import FLAG_DRAFT_ASIDE, FLAG_LSE, KV_LEN, PREFIX, Q_BEGIN, REQUEST_FIELDS, SLOT_BEGIN
 
 THREADS = TILE_THREADS
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from .config import WARP, Shape
 from .elements import elements
-from .schedule import FLAG_DRAFT_ASIDE, FLAG_LSE, KV_LEN, PREFIX, Q_BEGIN, REQUEST_FIELDS, SLOT_BEGIN
 from .tile import LN_2, LOG2_E, key_functions, score_function, warp_reductions
+from .work import FLAG_DRAFT_ASIDE, FLAG_LSE, KV_LEN, PREFIX, Q_BEGIN, REQUEST_FIELDS, SLOT_BEGIN
 
 THREADS = 128
 #: Keys of one short sum, about the square root of the thousands of keys at which one long sum would show.

@@ -1,6 +1,6 @@
 """paged: the tile steps of `flash` under a work list: persistent blocks, split-KV, partial results merged by `combine`.
 
-    grid (CTAs), 256 threads. CTA p walks its share of the line of units that `schedule` cut (see there):
+    grid (CTAs), 256 threads. CTA p walks its share of the line of units that `schedule` cut (work.py, cuts.py):
 
     request r0, tile t0      t1                     r1, t0
     |..............|=========================|=======...............|        = units of this CTA
@@ -21,7 +21,7 @@ from typing import Any
 from .attend import attend
 from .config import TILE_THREADS, Shape, TileConfig
 from .elements import elements
-from .schedule import (
+from .work import (
     CTA_COUNT,
     CTA_FIELDS,
     CTA_REQUEST,
@@ -55,7 +55,7 @@ class PagedConfig:
     @property
     def schedule(self) -> ScheduleConfig:
         """The schedule this kernel reads."""
-        return ScheduleConfig(self.tile.kv_tile, self.deterministic)
+        return ScheduleConfig(self.tile.kv_tile, self.tile.head_tile, self.deterministic)
 
     def __str__(self) -> str:
         mode = "_deterministic" if self.deterministic else ""
