@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from numba_verify.backend import mma_tile, rows_of_a_request
 from numba_verify.errors import NoDeviceError
+from numba_verify.gpu import driver
+from numba_verify.kernels.config import TILE_CONFIGS, Shape, TileConfig
+from numba_verify.kernels.mma_config import MMA_TILES, MmaTile, unsupported_mma_shape
+from numba_verify.problem import Enqueue
 
 from . import binding, build
 
 #: Kernels, fastest first: what "auto" looks through on a GPU.
-AVAILABLE = ("paged", "flash", "naive")
-_VERIFY = {"naive": "nvr_verify_naive", "flash": "nvr_verify_flash", "paged": "nvr_verify_paged"}
+AVAILABLE = ("mma", "paged", "flash", "naive")
 _INDEX_WIDTHS = {"int32": 4, "int64": 8}
 
 
@@ -26,9 +30,16 @@ def library_of(device: int | None) -> ctypes.CDLL:
     """The g++ build for None, else the nvcc build with code for that GPU; built on first use."""
     if device is None:
         return binding.load(build.build_host())
-    from numba_verify.gpu import driver
-
     return binding.load(build.build(build.architecture_name(*driver.device_info(device).capability)))
+
+
+def tile_number(spec, tile: TileConfig | MmaTile | None) -> int:
+    """nvr_tile_config or nvr_mma_tile of a plan. None: of flash and paged 0, the library chooses; of mma the one that numba_verify takes."""
+    if spec.kernel == "mma" and tile is None:
+        info = None if spec.device is None else driver.device_info(spec.device)
+        tile = mma_tile(Shape(spec.latent_dim, spec.rope_dim, spec.dtype), rows_of_a_request(spec), info)
+    # Both enums have the order of these tuples, from 1 on.
+    return 0 if tile is None else 1 + (MMA_TILES if spec.kernel == "mma" else TILE_CONFIGS).index(tile)
 
 
 def _config(spec, tile_config: int) -> binding.PlanConfig:
@@ -42,6 +53,7 @@ def _config(spec, tile_config: int) -> binding.PlanConfig:
         draft_in_cache=spec.draft_in_cache,
         deterministic=spec.deterministic,
         tile_config=tile_config,
+        kernel=binding.KERNELS[spec.kernel],
         max_batch=spec.max_batch,
         max_total_q=spec.max_total_q,
         max_kv_entries=spec.max_kv_entries,
@@ -86,12 +98,12 @@ def _tensors(tensors) -> binding.Tensors:
 
 
 class Executor:
-    """naive, flash or paged for one plan (`numba_verify.backend.Executor`). Streams are plain integers, 0 = the default stream."""
+    """naive, flash, paged or mma for one plan (`numba_verify.backend.Executor`). Streams are plain integers, 0 = the default stream."""
 
     def __init__(self, spec, tile_config: int = 0):
-        """`tile_config`: nvr_tile_config; 0 lets the number of heads choose."""
+        """`tile_config`: nvr_tile_config, or nvr_mma_tile for mma; 0 lets the library choose."""
         self._library, self._config = library_of(spec.device), _config(spec, tile_config)
-        self._verify = getattr(self._library, _VERIFY[spec.kernel])
+        self._verify = getattr(self._library, f"nvr_verify_{spec.kernel}")
         size = ctypes.c_uint64()
         binding.check(self._library, self._library.nvr_workspace_bytes(self._config, size))
         self.workspace_bytes = size.value
@@ -101,8 +113,8 @@ class Executor:
         """Work in `workspace`, which the caller keeps alive."""
         self._address = workspace.address
 
-    def update(self, indices, stream: int) -> None:
-        """Enqueue the two planning kernels."""
+    def prepare_update(self, indices) -> Enqueue:
+        """The two planning kernels."""
         record = binding.Indices(
             batch=indices.batch,
             qo_indptr=_index_array(indices.qo_indptr),
@@ -111,22 +123,35 @@ class Executor:
             kv_lens=_index_array(indices.kv_lens),
             tree=_tree(indices.tree),
         )
-        status = self._library.nvr_plan_update(self._config, record, self._address, self.workspace_bytes, stream)
-        binding.check(self._library, status)
+        places = record.qo_indptr, record.kv_indptr, record.kv_indices, record.kv_lens, record.tree
 
-    def run(self, tensors, stream: int) -> None:
-        """Enqueue the attention: one launch, two for `paged`."""
-        status = self._verify(self._config, _tensors(tensors), self._address, self.workspace_bytes, stream)
-        binding.check(self._library, status)
+        def enqueue(stream: int, addresses: Sequence[int]) -> None:
+            for place, address in zip(places, addresses, strict=True):
+                place.data = address
+            status = self._library.nvr_plan_update(self._config, record, self._address, self.workspace_bytes, stream)
+            binding.check(self._library, status)
+
+        return enqueue
+
+    def prepare_run(self, tensors) -> Enqueue:
+        """The attention: one launch, two for `paged` and `mma`."""
+        record = _tensors(tensors)
+
+        def enqueue(stream: int, addresses: Sequence[int]) -> None:
+            record.q, record.kv_cache, record.draft_kv, record.out, record.lse = addresses
+            status = self._verify(self._config, record, self._address, self.workspace_bytes, stream)
+            binding.check(self._library, status)
+
+        return enqueue
 
 
-def make_executor(spec) -> Any:
+def make_executor(spec, tile: TileConfig | MmaTile | None = None) -> Any:
     """The executor of a checked spec; "reference" is numba_verify's own."""
     if spec.kernel == "reference":
         from numba_verify.backend import ReferenceExecutor
 
         return ReferenceExecutor(spec)
-    return Executor(spec)
+    return Executor(spec, tile_number(spec, tile))
 
 
 def support(kernel: str, num_heads: int, latent_dim: int, rope_dim: int, dtype: str, page_size: int, device: int | None) -> str:
@@ -135,6 +160,8 @@ def support(kernel: str, num_heads: int, latent_dim: int, rope_dim: int, dtype: 
         return "" if device is None else "kernel='reference' runs on NumPy arrays only; copy the arrays to the host, or use kernel='paged'"
     if kernel not in binding.KERNELS:
         return f"cuda_ref has no kernel {kernel!r}; {', '.join(AVAILABLE)} would run"
+    if kernel == "mma" and (reason := unsupported_mma_shape(latent_dim, rope_dim, dtype)):
+        return reason
     try:
         library = library_of(device)
     except (build.BuildError, OSError) as error:
@@ -143,7 +170,7 @@ def support(kernel: str, num_heads: int, latent_dim: int, rope_dim: int, dtype: 
         return str(error)
     config = binding.PlanConfig(
         device=0 if device is None else device, dtype=binding.DTYPES[dtype], num_heads=num_heads, latent_dim=latent_dim,
-        rope_dim=rope_dim, page_size=page_size, max_batch=1, max_total_q=1, max_kv_entries=1,
+        rope_dim=rope_dim, page_size=page_size, kernel=binding.KERNELS[kernel], max_batch=1, max_total_q=1, max_kv_entries=1,
     )  # fmt: skip
     status = library.nvr_can_run(config, binding.KERNELS[kernel])
     return "" if status == binding.Status.OK else binding.error_text(library, status)

@@ -8,10 +8,10 @@ import threading
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
-KERNELS = {"naive": 0, "flash": 1, "paged": 2}
+KERNELS = {"naive": 0, "flash": 1, "paged": 2, "mma": 3}
 TREE_KINDS = {"causal": 0, "parents": 1, "bits": 2, "dense": 3, "full_mask": 4}
 
 
@@ -48,7 +48,7 @@ class PlanConfig(ctypes.Structure):
         ("draft_in_cache", c_int32),
         ("deterministic", c_int32),
         ("tile_config", c_int32),
-        ("reserved", c_int32),
+        ("kernel", c_int32),
         ("max_batch", c_int64),
         ("max_total_q", c_int64),
         ("max_kv_entries", c_int64),
@@ -113,6 +113,7 @@ _SIGNATURES = {
     "nvr_verify_naive": [POINTER(PlanConfig), POINTER(Tensors), c_void_p, c_uint64, c_void_p],
     "nvr_verify_flash": [POINTER(PlanConfig), POINTER(Tensors), c_void_p, c_uint64, c_void_p],
     "nvr_verify_paged": [POINTER(PlanConfig), POINTER(Tensors), c_void_p, c_uint64, c_void_p],
+    "nvr_verify_mma": [POINTER(PlanConfig), POINTER(Tensors), c_void_p, c_uint64, c_void_p],
 }
 
 _loaded: dict[Path, ctypes.CDLL] = {}

@@ -34,8 +34,9 @@ __all__ = ["DEFAULT_ARCHITECTURES", "BuildError", "build", "build_host", "build_
 
 SOURCE_DIR = Path(__file__).resolve().parent
 # Slowest first, so that no compiler is left alone at the end.
-KERNEL_SOURCES = ("paged.cu", "flash.cu", "naive.cu", "schedule.cu", "combine.cu", "capi.cu", "validate.cu", "device.cu")
-HOST_SOURCES = ("host/scheduler.cpp",)
+KERNEL_SOURCES = ("mma_m16.cu", "mma_m32.cu", "mma_m64.cu", "paged.cu", "flash.cu", "naive.cu", "schedule.cu", "combine.cu", "mma.cu", "capi.cu",
+                  "validate.cu", "device.cu")
+HOST_SOURCES = ("host/matrix.cpp", "host/async.cpp", "host/scheduler.cpp")
 LIBRARY = "libverify_attn.so"
 SMOKE = "smoke"
 
@@ -155,6 +156,8 @@ def build(arch: str | tuple[str, ...] | None = None, *, force: bool = False, ver
     names = _architectures(arch)
     nvcc = find_nvcc()
     codes = [flag for name in names for flag in ("-gencode", f"arch=compute_{name},code=sm_{name}")]
+    if "90a" in names:
+        codes.append("-DNVR_SM_90A")  # host code then knows that there are kernels which hand registers over
 
     def make(scratch: Path) -> None:
         objects, output = _compile_all(scratch, KERNEL_SOURCES, [str(nvcc.path), *NVCC_FLAGS, *nvcc.flags, *codes], verbose)

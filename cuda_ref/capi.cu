@@ -26,21 +26,41 @@ const char* const STATUS_NAMES[] = {"NVR_OK",
                                     "NVR_ERROR_BARRIER"};
 static_assert(sizeof(STATUS_NAMES) / sizeof(STATUS_NAMES[0]) == NVR_ERROR_BARRIER + 1, "a name for each status");
 
-// Tile extents of the plan; nothing that needs a device.
-Plan shape_plan(const nvr_plan_config& config) {
+// Shortest share of a CTA, keys.
+constexpr int32_t PAGED_MIN_KEYS = 128, MMA_MIN_KEYS = 256;
+
+void shape_for_mma(Plan* plan, int tile) {
+    const MmaTileSize size = size_of_mma_tile(plan->config, tile);
+    plan->mma_tile = tile;
+    plan->tile_rows = size.rows;
+    plan->tile_keys = size.keys;
+    plan->row_heads = plan->config.num_heads;
+    plan->min_keys = MMA_MIN_KEYS;
+    plan->base2 = 1;
+}
+
+// Tile extents of the plan. device: NULL is enough when it has no tile of mma to choose.
+Plan shape_plan(const nvr_plan_config& config, const Device* device) {
     Plan plan = {};
     plan.config = config;
+    plan.words = static_cast<int32_t>(ceil_div(min64(config.max_total_q, NVR_MAX_DRAFT), WARP));
+    if (config.kernel == NVR_KERNEL_MMA) {
+        shape_for_mma(&plan, config.tile_config == NVR_MMA_DEFAULT ? choose_mma_tile(config, *device) : config.tile_config);
+        return plan;
+    }
     int32_t tile = config.tile_config;
     if (tile == NVR_TILE_DEFAULT) tile = config.num_heads > 8 ? NVR_TILE_H16_K16 : NVR_TILE_H8_K16;
-    plan.tile_heads = tile == NVR_TILE_H16_K16 ? 16 : 8;
+    plan.tile_rows = tile == NVR_TILE_H16_K16 ? 16 : 8;
     plan.tile_keys = tile == NVR_TILE_H8_K32 ? 32 : 16;
-    plan.head_tiles = static_cast<int32_t>(ceil_div(config.num_heads, plan.tile_heads));
-    plan.words = static_cast<int32_t>(ceil_div(min64(config.max_total_q, NVR_MAX_DRAFT), WARP));
+    plan.head_tiles = static_cast<int32_t>(ceil_div(config.num_heads, plan.tile_rows));
+    plan.row_heads = plan.head_tiles * plan.tile_rows;
+    plan.min_keys = PAGED_MIN_KEYS;
     return plan;
 }
 
-// Persistent CTAs of paged: as many as are resident at once.
+// Persistent CTAs of paged and mma: as many as are resident at once.
 int32_t count_ctas(const Plan& plan, const Device& device) {
+    if (plan.config.kernel == NVR_KERNEL_MMA) return device.sms;
     int blocks = 1;
     for_dims(plan.config, [&](auto dims) { return blocks = decltype(dims)::type::BLOCKS_PER_SM; });
     const int64_t need = tile_shared_bytes(plan) + BLOCK_RESERVED_SHARED;
@@ -53,7 +73,7 @@ int64_t count_partial_slots(const Plan& plan) {
     const nvr_plan_config& config = plan.config;
     if (!config.deterministic) return 2 * static_cast<int64_t>(plan.ctas);
     const int64_t keys = config.max_kv_entries * config.page_size + config.max_total_q;
-    const int64_t tiles = min64(MAX_PIECES / 2, min64(config.max_total_q, NVR_MAX_DRAFT) * plan.head_tiles);
+    const int64_t tiles = min64(MAX_PIECES / 2, ceil_div(min64(config.max_total_q, NVR_MAX_DRAFT) * plan.row_heads, plan.tile_rows));
     return min64(min64(config.max_batch, config.max_total_q) * MAX_PIECES, tiles * (2 * keys / PIECE_KEYS));
 }
 
@@ -78,8 +98,9 @@ int64_t lay_out(Plan* plan, char* base) {
     allocator.take(&workspace.row_request, config.max_total_q);
     allocator.take(&workspace.visibility, config.max_total_q * plan->words);
     allocator.take(&workspace.slots, config.max_kv_entries * config.page_size);
-    allocator.take(&workspace.statistics, plan->partial_slots * plan->tile_heads);
-    allocator.take(&workspace.partial_out, plan->partial_slots * plan->tile_heads * config.latent_dim);
+    allocator.take(&workspace.merges, plan->max_merges);
+    allocator.take(&workspace.statistics, plan->partial_slots * plan->tile_rows);
+    allocator.take(&workspace.partial_out, plan->partial_slots * plan->tile_rows * config.latent_dim);
     return allocator.used;
 }
 
@@ -87,9 +108,10 @@ int make_plan(const nvr_plan_config* config, Device* device, Plan* plan) {
     int status = check_config(config);
     if (status == NVR_OK) status = get_device(config->device, device);
     if (status != NVR_OK) return status;
-    *plan = shape_plan(*config);
+    *plan = shape_plan(*config, device);
     plan->ctas = count_ctas(*plan, *device);
     plan->partial_slots = count_partial_slots(*plan);
+    plan->max_merges = static_cast<int32_t>(plan->partial_slots / 2);  // a tile in pieces has two at least
     return NVR_OK;
 }
 
@@ -102,19 +124,43 @@ int open_workspace(Plan* plan, const void* workspace, uint64_t workspace_bytes) 
                 static_cast<unsigned long long>(workspace_bytes), static_cast<long long>(need));
 }
 
+int check_mma(const Plan& plan, const Device& device) {
+    const MmaTileSize size = size_of_mma_tile(plan.config, plan.mma_tile);
+    if (size.hands_over && !device.hands_over) {
+        return fail(NVR_ERROR_NO_KERNEL_IMAGE,
+                    "the mma tile of %d rows needs an sm_90a GPU and a library built for it; the default tile would run", size.rows);
+    }
+    if (size.shared_bytes <= device.shared_per_block) return NVR_OK;
+    return fail(NVR_ERROR_SHARED_MEMORY,
+                "the mma tile of %d rows x %d keys needs %lld B of shared memory, this device has %d B; %s would run", size.rows, size.keys,
+                static_cast<long long>(size.shared_bytes), device.shared_per_block,
+                plan.mma_tile == choose_mma_tile(plan.config, device) ? "paged" : "the default tile");
+}
+
 int check_shared(const Plan& plan, const Device& device) {
     const int64_t need = tile_shared_bytes(plan);
     if (need <= device.shared_per_block) return NVR_OK;
     return fail(NVR_ERROR_SHARED_MEMORY,
                 "tile of %d heads x %d keys needs %lld B of shared memory, this device has %d B; the default tile configuration needs less",
-                plan.tile_heads, plan.tile_keys, static_cast<long long>(need), device.shared_per_block);
+                plan.tile_rows, plan.tile_keys, static_cast<long long>(need), device.shared_per_block);
 }
 
-bool is_kernel(int kernel) { return kernel >= NVR_KERNEL_NAIVE && kernel <= NVR_KERNEL_PAGED; }
+int64_t shared_bytes_of(const Plan& plan, int kernel) {
+    if (kernel == NVR_KERNEL_NAIVE) return 0;
+    return kernel == NVR_KERNEL_MMA ? size_of_mma_tile(plan.config, plan.mma_tile).shared_bytes : tile_shared_bytes(plan);
+}
+
+// Whether a plan is one for the kernel.
+int check_plans_kernel(const nvr_plan_config& config, int kernel) {
+    if (kernel < NVR_KERNEL_NAIVE || kernel > NVR_KERNEL_MMA) return fail(NVR_ERROR_OPTION, "unknown kernel %d", kernel);
+    if ((kernel == NVR_KERNEL_MMA) == (config.kernel == NVR_KERNEL_MMA)) return NVR_OK;
+    return fail(NVR_ERROR_OPTION, "a plan with kernel = %d cannot run kernel %d: mma cuts work into tiles of its own", config.kernel, kernel);
+}
 
 int check_kernel(const Plan& plan, const Device& device, int kernel) {
-    if (!is_kernel(kernel)) return fail(NVR_ERROR_OPTION, "unknown kernel %d", kernel);
-    return kernel == NVR_KERNEL_NAIVE ? NVR_OK : check_shared(plan, device);
+    const int status = check_plans_kernel(plan.config, kernel);
+    if (status != NVR_OK || kernel == NVR_KERNEL_NAIVE) return status;
+    return kernel == NVR_KERNEL_MMA ? check_mma(plan, device) : check_shared(plan, device);
 }
 
 int verify(int kernel, const nvr_plan_config* config, const nvr_tensors* tensors, const void* workspace, uint64_t workspace_bytes,
@@ -132,7 +178,8 @@ int verify(int kernel, const nvr_plan_config* config, const nvr_tensors* tensors
     const DeviceGuard guard(config->device);
     if (kernel == NVR_KERNEL_NAIVE) return launch_naive(device, params, stream);
     if (kernel == NVR_KERNEL_FLASH) return launch_flash(device, params, stream);
-    return launch_paged(device, params, stream);
+    if (kernel == NVR_KERNEL_PAGED) return launch_paged(device, params, stream);
+    return launch_mma(device, params, stream);
 }
 
 }  // namespace
@@ -155,11 +202,13 @@ int nvr_can_run(const nvr_plan_config* config, int kernel) {
 }
 
 int nvr_shared_bytes(const nvr_plan_config* config, int kernel, uint64_t* bytes) {
-    const int status = check_config(config);
+    Device device;
+    int status = check_config(config);
+    if (status == NVR_OK && bytes == nullptr) status = fail(NVR_ERROR_NULL_POINTER, "bytes is NULL");
+    if (status == NVR_OK) status = check_plans_kernel(*config, kernel);
+    if (status == NVR_OK && kernel == NVR_KERNEL_MMA && config->tile_config == NVR_MMA_DEFAULT) status = get_device(config->device, &device);
     if (status != NVR_OK) return status;
-    if (bytes == nullptr) return fail(NVR_ERROR_NULL_POINTER, "bytes is NULL");
-    if (!is_kernel(kernel)) return fail(NVR_ERROR_OPTION, "unknown kernel %d", kernel);
-    *bytes = kernel == NVR_KERNEL_NAIVE ? 0 : static_cast<uint64_t>(tile_shared_bytes(shape_plan(*config)));
+    *bytes = static_cast<uint64_t>(shared_bytes_of(shape_plan(*config, &device), kernel));
     return NVR_OK;
 }
 
@@ -197,6 +246,10 @@ int nvr_verify_flash(const nvr_plan_config* config, const nvr_tensors* tensors, 
 
 int nvr_verify_paged(const nvr_plan_config* config, const nvr_tensors* tensors, void* workspace, uint64_t workspace_bytes, void* stream) {
     return verify(NVR_KERNEL_PAGED, config, tensors, workspace, workspace_bytes, stream);
+}
+
+int nvr_verify_mma(const nvr_plan_config* config, const nvr_tensors* tensors, void* workspace, uint64_t workspace_bytes, void* stream) {
+    return verify(NVR_KERNEL_MMA, config, tensors, workspace, workspace_bytes, stream);
 }
 
 }  // extern "C"

@@ -3,7 +3,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
-
+#include <stdlib.h>
 
 namespace nvr {
 
@@ -37,6 +37,7 @@ constexpr int CACHED_DEVICES = 64;
 
 struct CachedLimits {
     std::atomic<int> sms, shared_per_block, shared_per_sm;  // sms is written last: nonzero = all are there
+    std::atomic<bool> hands_over;
 };
 CachedLimits cached_limits[CACHED_DEVICES];
 
@@ -50,16 +51,24 @@ int ask_device(int ordinal, Device* device) {
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess) return no_device(ordinal, error);
     if (ordinal < 0 || ordinal >= count) return fail(NVR_ERROR_NO_DEVICE, "CUDA device %d does not exist; there are %d", ordinal, count);
+    int major = 0, minor = 0;
     const struct {
         int* value;
         cudaDeviceAttr attribute;
     } wanted[] = {{&device->sms, cudaDevAttrMultiProcessorCount},
                   {&device->shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-                  {&device->shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor}};
+                  {&device->shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
+                  {&major, cudaDevAttrComputeCapabilityMajor},
+                  {&minor, cudaDevAttrComputeCapabilityMinor}};
     for (const auto& want : wanted) {
         error = cudaDeviceGetAttribute(want.value, want.attribute, ordinal);
         if (error != cudaSuccess) return no_device(ordinal, error);
     }
+#ifdef NVR_SM_90A  // build.py: there is code for sm_90a
+    device->hands_over = major == 9 && minor == 0;
+#else
+    device->hands_over = false;
+#endif
     return NVR_OK;
 }
 
@@ -71,12 +80,14 @@ int get_device(int ordinal, Device* device) {
     if (cached != nullptr && (device->sms = cached->sms.load(std::memory_order_acquire)) != 0) {
         device->shared_per_block = cached->shared_per_block.load(std::memory_order_relaxed);
         device->shared_per_sm = cached->shared_per_sm.load(std::memory_order_relaxed);
+        device->hands_over = cached->hands_over.load(std::memory_order_relaxed);
         return NVR_OK;
     }
     const int status = ask_device(ordinal, device);
     if (status == NVR_OK && cached != nullptr) {
         cached->shared_per_block.store(device->shared_per_block, std::memory_order_relaxed);
         cached->shared_per_sm.store(device->shared_per_sm, std::memory_order_relaxed);
+        cached->hands_over.store(device->hands_over, std::memory_order_relaxed);
         cached->sms.store(device->sms, std::memory_order_release);
     }
     return status;
@@ -91,10 +102,13 @@ DeviceGuard::~DeviceGuard() {
     if (previous_ >= 0) (void)cudaSetDevice(previous_);
 }
 #else
-// A small imaginary device: few enough CTAs that small problems are split, and the shared memory of an sm_120 block.
+// A small imaginary device: few enough CTAs that small problems are split, and the shared memory of an sm_120 block or that of
+// CUDA_REF_HOST_SHARED. Its threads have registers as they need them.
 int get_device(int ordinal, Device* device) {
     constexpr int SMS = 4, SHARED_PER_BLOCK = 101376;
-    *device = {ordinal, SMS, SHARED_PER_BLOCK, 2 * (SHARED_PER_BLOCK + 1024)};
+    const char* text = getenv("CUDA_REF_HOST_SHARED");
+    const int shared = text == nullptr ? SHARED_PER_BLOCK : atoi(text);
+    *device = {ordinal, SMS, shared, 2 * (shared + 1024), true};
     return NVR_OK;
 }
 

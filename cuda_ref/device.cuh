@@ -13,6 +13,7 @@ struct Device {
     int sms;
     int shared_per_block;  // opt-in limit of dynamic shared memory, bytes
     int shared_per_sm;  // each resident block takes its own need and 1 KB more of it
+    bool hands_over;    // there are setmaxnreg and code in this library that uses it
 };
 
 // A block gets this much dynamic shared memory without asking (CUDA C++ Programming Guide, "Shared Memory").

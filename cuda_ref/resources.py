@@ -29,7 +29,12 @@ _ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\w+)'")
 _SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
-_TILE = re.compile(r"(flash|paged)<.*Tile<(\d+), (\d+)>, Dims<(\d+), (\d+)>")
+_TILE = re.compile(r"(flash|paged|mma)<\w+, (?:Mma)?Tile<([\d, ]+)>, Dims<(\d+), (\d+)>")
+# Template arguments of the tiles -> nvr_tile_config, nvr_mma_tile.
+_TILES = {"8, 16": 1, "16, 16": 2, "8, 32": 3,
+          "64, 32, 8, 2": 1, "32, 32, 9, 1": 2, "32, 32, 6, 1": 3, "32, 16, 3, 2": 4, "16, 32, 11, 1": 5, "16, 32, 7, 1": 6, "16, 16, 4, 1": 7}
+# Registers below which a kernel of mma does nothing but trap: no GPU of the architecture has room for its tile (is_compiled in mma.cuh).
+_LEAST_OF_MMA = 16
 # Extents of the largest problem of a kernel that reads them at run time: MAX_LATENT_DIM and MAX_ROPE_DIM of verify_attn.cuh.
 _LARGEST_DIMS = (512, 128)
 
@@ -44,7 +49,7 @@ def _demangle(names: list[str]) -> list[str]:
 
 
 def parse(output: str) -> list[KernelResources]:
-    """Rows from the text of `ptxas -v`, dynamic shared memory still 0."""
+    """Rows from the text of `ptxas -v`, dynamic shared memory still 0. Without those kernels of mma that no GPU has room for."""
     rows: list[KernelResources] = []
     for line in output.splitlines():
         if entry := _ENTRY.search(line):
@@ -58,21 +63,19 @@ def parse(output: str) -> list[KernelResources]:
             rows[-1]["static_shared"] = int(shared[1]) if shared else 0
     for row, name in zip(rows, _demangle([row["kernel"] for row in rows]), strict=True):
         row["kernel"] = name
-    return rows
+    return [row for row in rows if not row["kernel"].startswith("mma<") or row["registers"] >= _LEAST_OF_MMA]
 
 
 def with_dynamic_shared(rows: list[KernelResources], library: Path) -> list[KernelResources]:
     """Fill in the dynamic shared memory, as the library itself computes it (no device is needed)."""
     loaded = ctypes.CDLL(str(library))
-    tiles = {(8, 16): 1, (16, 16): 2, (8, 32): 3}  # nvr_tile_config
     for row in rows:
         if not (tile := _TILE.search(row["kernel"])):
             continue
-        heads, keys, latent, rope = (int(x) for x in tile.groups()[1:])
+        latent, rope = int(tile[3]), int(tile[4])
         latent, rope = (latent, rope) if latent else _LARGEST_DIMS
-        config = binding.PlanConfig(num_heads=heads, latent_dim=latent, rope_dim=rope, page_size=1, tile_config=tiles[heads, keys])
-        size = ctypes.c_uint64()
-        kernel = binding.KERNELS[tile[1]]
+        size, kernel = ctypes.c_uint64(), binding.KERNELS[tile[1]]
+        config = binding.PlanConfig(num_heads=1, latent_dim=latent, rope_dim=rope, page_size=1, tile_config=_TILES[tile[2]], kernel=kernel)
         if loaded.nvr_shared_bytes(ctypes.byref(config), kernel, ctypes.byref(size)) == 0:
             row["dynamic_shared"] = size.value
     return rows

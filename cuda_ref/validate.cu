@@ -39,6 +39,15 @@ int check_index_array(const char* name, const nvr_index_array& array, int64_t le
     return array.length == 0 ? NVR_OK : check_pointer(name, array.data, array.width);
 }
 
+// Rows that mma is compiled for.
+int check_mma_rows(const nvr_plan_config& config) {
+    if (config.dtype == NVR_FLOAT32) return fail(NVR_ERROR_DTYPE, "dtype float32: mma takes bfloat16 and float16; paged would run");
+    if (for_mma_dims(config, [](auto) { return true; })) return NVR_OK;
+    return fail(NVR_ERROR_UNSUPPORTED_DIMS,
+                "latent_dim is %d and rope_dim %d; mma is compiled for 512/64, 512/0, 256/64 and 128/64, paged would run", config.latent_dim,
+                config.rope_dim);
+}
+
 int check_tree(const nvr_tree& tree) {
     if (tree.kind < NVR_TREE_CAUSAL || tree.kind > NVR_TREE_FULL_MASK) return fail(NVR_ERROR_OPTION, "unknown tree kind %d", tree.kind);
     if (tree.kind == NVR_TREE_CAUSAL) return NVR_OK;
@@ -62,7 +71,12 @@ int check_pointer(const char* name, const void* pointer, int64_t alignment) {
 int check_config(const nvr_plan_config* config) {
     if (config == nullptr) return fail(NVR_ERROR_NULL_POINTER, "config is NULL");
     if (config->dtype < NVR_BFLOAT16 || config->dtype > NVR_FLOAT32) return fail(NVR_ERROR_DTYPE, "unknown dtype %d", config->dtype);
-    if (config->tile_config < NVR_TILE_DEFAULT || config->tile_config > NVR_TILE_H8_K32) {
+    if (config->kernel < NVR_KERNEL_NAIVE || config->kernel > NVR_KERNEL_MMA) {
+        return fail(NVR_ERROR_OPTION, "unknown kernel %d", config->kernel);
+    }
+    const bool mma = config->kernel == NVR_KERNEL_MMA;
+    const int last_tile = mma ? static_cast<int>(NVR_MMA_M16_SMALL) : static_cast<int>(NVR_TILE_H8_K32);
+    if (config->tile_config < 0 || config->tile_config > last_tile) {
         return fail(NVR_ERROR_OPTION, "unknown tile configuration %d", config->tile_config);
     }
     const struct {
@@ -72,7 +86,6 @@ int check_config(const nvr_plan_config* config) {
                   {"page_size", config->page_size, 1, INT32_MAX},
                   {"draft_in_cache", config->draft_in_cache, 0, 1},
                   {"deterministic", config->deterministic, 0, 1},
-                  {"reserved", config->reserved, 0, 0},
                   {"max_batch", config->max_batch, 0, MAX_ROWS},
                   {"max_total_q", config->max_total_q, 0, MAX_ROWS},
                   {"max_kv_entries", config->max_kv_entries, 0, MAX_SLOTS / max64(config->page_size, 1)}};
@@ -80,8 +93,9 @@ int check_config(const nvr_plan_config* config) {
         const int status = check_range(range.name, range.value, range.low, range.high);
         if (status != NVR_OK) return status;
     }
-    const int status = check_dim("latent_dim", config->latent_dim, WARP, MAX_LATENT_DIM);
-    return status == NVR_OK ? check_dim("rope_dim", config->rope_dim, 0, MAX_ROPE_DIM) : status;
+    int status = check_dim("latent_dim", config->latent_dim, WARP, MAX_LATENT_DIM);
+    if (status == NVR_OK) status = check_dim("rope_dim", config->rope_dim, 0, MAX_ROPE_DIM);
+    return status == NVR_OK && mma ? check_mma_rows(*config) : status;
 }
 
 int check_indices(const nvr_plan_config& config, const nvr_indices* indices) {

@@ -28,7 +28,7 @@ extern "C" {
 #endif
 
 /* Goes up by one whenever a struct, an enum value or a signature below changes. */
-#define NVR_ABI_VERSION 1
+#define NVR_ABI_VERSION 2
 
 /* Alignment in bytes of workspace, q, kv_cache, draft_kv and out, and the unit of their strides: one 16-byte vector load. */
 #define NVR_ALIGNMENT 16
@@ -55,15 +55,30 @@ enum nvr_status {
     NVR_ERROR_NO_DEVICE = 11,        /* no driver, or no such device */
     NVR_ERROR_NO_KERNEL_IMAGE = 12,  /* the library was not built for this device's architecture */
     NVR_ERROR_LAUNCH = 13,           /* the CUDA runtime refused a launch */
-    NVR_ERROR_BARRIER = 14           /* host build only: threads of a block or warp did not meet at a barrier */
+    NVR_ERROR_BARRIER = 14           /* host build only: threads did not meet at a barrier, or one did with shared memory what no GPU allows */
 };
 
 enum nvr_dtype { NVR_BFLOAT16 = 0, NVR_FLOAT16 = 1, NVR_FLOAT32 = 2 };
 
-enum nvr_kernel { NVR_KERNEL_NAIVE = 0, NVR_KERNEL_FLASH = 1, NVR_KERNEL_PAGED = 2 };
+/* mma: tensor cores; bfloat16 and float16 rows of 512/64, 512/0, 256/64 and 128/64 (latent_dim/rope_dim). */
+enum nvr_kernel { NVR_KERNEL_NAIVE = 0, NVR_KERNEL_FLASH = 1, NVR_KERNEL_PAGED = 2, NVR_KERNEL_MMA = 3 };
 
 /* Heads x keys of one tile of flash and paged. The default takes 16 heads when there are more than 8. */
 enum nvr_tile_config { NVR_TILE_DEFAULT = 0, NVR_TILE_H8_K16 = 1, NVR_TILE_H16_K16 = 2, NVR_TILE_H8_K32 = 3 };
+
+/* Query rows (draft token x head) of one tile of mma. M64 needs an sm_90a GPU; MEDIUM and SMALL take less shared memory, see
+ * nvr_shared_bytes. The default is the fewest rows that hold a request of average size (deterministic: of any size), then the largest tile that
+ * the device has room for. */
+enum nvr_mma_tile {
+    NVR_MMA_DEFAULT = 0,
+    NVR_MMA_M64 = 1,
+    NVR_MMA_M32 = 2,
+    NVR_MMA_M32_MEDIUM = 3,
+    NVR_MMA_M32_SMALL = 4,
+    NVR_MMA_M16 = 5,
+    NVR_MMA_M16_MEDIUM = 6,
+    NVR_MMA_M16_SMALL = 7
+};
 
 enum nvr_tree_kind {
     NVR_TREE_CAUSAL = 0,   /* draft token i sees 0 .. i; no array */
@@ -82,9 +97,9 @@ typedef struct nvr_plan_config {
     int32_t rope_dim;   /* multiple of 32, 0 .. 128 */
     int32_t page_size;
     int32_t draft_in_cache; /* 1: the last n_r tokens of a request's list are its draft tokens; 0: they come in draft_kv */
-    int32_t deterministic;  /* 1: the bits of a request depend on nothing but that request (paged; naive and flash always) */
-    int32_t tile_config;    /* nvr_tile_config */
-    int32_t reserved;       /* 0 */
+    int32_t deterministic;  /* 1: the bits of a request depend on nothing but that request (paged, mma; naive and flash always) */
+    int32_t tile_config;    /* nvr_mma_tile of a plan for mma, otherwise nvr_tile_config */
+    int32_t kernel;         /* nvr_kernel that the plan is for; naive, flash and paged run on each other's plans, mma on its own only */
     int64_t max_batch;
     int64_t max_total_q;
     int64_t max_kv_entries; /* entries of kv_indices, not tokens */
@@ -147,7 +162,7 @@ NVR_API const char *nvr_status_string(int status);
 /* NVR_OK when the kernel (nvr_kernel) can run this plan on its device; otherwise the status that verify would return. */
 NVR_API int nvr_can_run(const nvr_plan_config *config, int kernel);
 
-/* Dynamic shared memory of one block, in bytes. Asks no device. */
+/* Dynamic shared memory of one block, in bytes. Asks no device, unless it has to choose a tile of mma. */
 NVR_API int nvr_shared_bytes(const nvr_plan_config *config, int kernel, uint64_t *bytes);
 
 /* Bytes of workspace that a plan needs on its device. Keep it as long as the plan; update and verify share it. */
@@ -157,13 +172,15 @@ NVR_API int nvr_workspace_bytes(const nvr_plan_config *config, uint64_t *bytes);
 NVR_API int nvr_plan_update(const nvr_plan_config *config, const nvr_indices *indices, void *workspace, uint64_t workspace_bytes,
                             void *stream);
 
-/* Enqueue the attention itself. paged writes its partial results to the workspace, so one workspace serves one stream at a time. */
+/* Enqueue the attention itself. paged and mma write partial results to the workspace, so one workspace serves one stream at a time. */
 NVR_API int nvr_verify_naive(const nvr_plan_config *config, const nvr_tensors *tensors, const void *workspace,
                              uint64_t workspace_bytes, void *stream);
 NVR_API int nvr_verify_flash(const nvr_plan_config *config, const nvr_tensors *tensors, const void *workspace,
                              uint64_t workspace_bytes, void *stream);
 NVR_API int nvr_verify_paged(const nvr_plan_config *config, const nvr_tensors *tensors, void *workspace, uint64_t workspace_bytes,
                              void *stream);
+NVR_API int nvr_verify_mma(const nvr_plan_config *config, const nvr_tensors *tensors, void *workspace, uint64_t workspace_bytes,
+                           void *stream);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,196 @@
+// Score warps of mma: S = Q K^T, the mask, the online softmax, and the weights P for the value warps.
+//
+//     warp w        rows w % ROW_WARPS * WARP_ROWS ... of the tile, all keys of a step; group w / ROW_WARPS takes every GROUPS-th step
+//     lane l        of every 16 x 8 tile: rows g = l / 4 and g + 8, keys 2 (l % 4) and the next (see mma in ptx.cuh)
+//
+// While one group is at its softmax another multiplies. The peaks that weights are measured from go from group to group like a baton, in
+// the order of the steps. Scores are kept in log2 units. A peak moves only when a row outgrows it by 2^GROWTH: the value warps have to
+// rescale 64 x 512 numbers then; in between weights stay below 2^GROWTH, which float32 sums do not mind.
+//
+// A draft row may hold NaN and yet be hidden from some rows of the tile, whose weight 0 would not save them: 0 * NaN is NaN. So where a
+// hidden score is not finite, the values of such keys are zeroed in the ring; rows that do see them have a NaN sum, and with it a NaN
+// result.
+#pragma once
+
+#include "mma_mask.cuh"
+#include "mma_softmax.cuh"
+
+namespace nvr {
+namespace mma {
+
+// log2 of how far weights may outgrow 1 before the output is rescaled. 2^8 = 256 is far from float16's 65504.
+constexpr float GROWTH = 8.0f;
+
+// From the peaks before this step to those after it; the sums of this group's rows follow. Whether a lane's output has to be rescaled.
+template <class S>
+__device__ __forceinline__ bool move_peaks(const RowFloats<S>& old, const RowFloats<S>& maxima, RowFloats<S>& peak, RowFloats<S>& total,
+                                           RowFloats<S>& rounded, RowFloats<S>& alpha) {
+    bool grew = false;
+#pragma unroll
+    for (int i = 0; i < S::LANE_ROWS; ++i) {
+        float moved = old[i];
+        alpha[i] = 1.0f;
+        if (maxima[i] > old[i] + GROWTH) {
+            moved = maxima[i];
+            alpha[i] = ptx::ex2_approx_f32(old[i] - moved);
+            // What was seen at -inf weighs nothing: there is no output to rescale yet.
+            grew |= old[i] > -INFINITY;
+        }
+        // The group's own sums still stand at its last peak; other groups may have raised it since.
+        if (moved > peak[i]) {
+            const float behind = ptx::ex2_approx_f32(peak[i] - moved);
+            total[i] *= behind;
+            rounded[i] *= behind;
+        }
+        peak[i] = moved;
+    }
+    return grew;
+}
+
+// Weights, factors and flag of this warp to shared memory. g: the lane's first row in the tile; grew: nonzero in all lanes or in none.
+template <class S>
+__device__ __forceinline__ void hand_over_weights(const Weights<S>& weights, const RowFloats<S>& alpha, uint32_t grew, uint32_t group, uint32_t w,
+                                                  uint32_t g, uint32_t lane) {
+#pragma unroll
+    for (int n = 0; n < S::KEY_TILES; ++n) {
+        // Eight rows on, the swizzle is the same: one address and constants.
+        uint32_t* words = shared_array<uint32_t>(S::WEIGHTS + group * S::GROUP_WEIGHT_BYTES + weight_offset<S>(g, n)) + lane % 4;
+#pragma unroll
+        for (int i = 0; i < S::LANE_ROWS; ++i) words[i * 8 * S::KEYS / 2] = weights[i / 2][n][i % 2];
+    }
+    if (lane % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < S::LANE_ROWS; ++i) shared_array<float>(S::ALPHA)[group * S::ROWS + g + 8 * i] = alpha[i];
+    }
+    if (lane == 0) shared_array<uint32_t>(S::FLAGS)[w] = grew;
+}
+
+// At the group's last step of a piece: sums of its weights, exact and as rounded, and the peaks that they are measured from.
+template <class S>
+__device__ __forceinline__ void hand_over_sums(const RowFloats<S>& total, const RowFloats<S>& rounded, const RowFloats<S>& peak, uint32_t group,
+                                               uint32_t g, uint32_t lane) {
+#pragma unroll
+    for (int i = 0; i < S::LANE_ROWS; ++i) {
+        float x = total[i] + __shfl_xor_sync(ALL_LANES, total[i], 1);
+        x += __shfl_xor_sync(ALL_LANES, x, 2);
+        if (lane % 4 == 0) {
+            shared_array<float>(S::TOTALS)[group * S::ROWS + g + 8 * i] = x;
+            shared_array<float>(S::ROUNDED)[group * S::ROWS + g + 8 * i] = rounded[i];
+            shared_array<float>(S::REFERENCES)[group * S::ROWS + g + 8 * i] = peak[i];
+        }
+    }
+}
+
+// Where a hidden score is not finite, the group zeroes the values behind it.
+template <class S>
+__device__ __forceinline__ void clear_poison(Scores<S>& scores, const uint32_t (&seen)[S::LANE_ROWS], uint32_t w, uint32_t lane, uint32_t number,
+                                             uint32_t key0, uint32_t prefix) {
+    const uint32_t group = w / S::ROW_WARPS, first = group * S::ROW_WARPS;
+    uint32_t* poison = shared_array<uint32_t>(S::POISON);
+    const uint32_t met = __ballot_sync(ALL_LANES, is_poisoned<S>(scores, seen));
+    if (lane == 0) poison[w] = met;
+    // The group's warps have read the step's keys, and each has said whether it met a hidden score that is not finite. They say so again after
+    // free_sync, which has all of them as well.
+    Signals<S>::group_sync(group);
+    if ((poison[first] | poison[first + S::ROW_WARPS - 1]) != 0) zero_poisoned<S>(w % S::ROW_WARPS * WARP + lane, number, key0, prefix);
+}
+
+// One score thread from start to end. t: thread of the role.
+template <class C>
+__device__ __forceinline__ void score(const VerifyParams& params, uint32_t base, uint32_t t) {
+    using S = ScoreShape<C>;
+    using Signal = Signals<C>;
+    const Plan& plan = params.plan;
+    const uint32_t w = t / WARP, lane = t % WARP, row_warp = w % S::ROW_WARPS, group = w / S::ROW_WARPS;
+    // Where this lane's ldmatrix rows are: of Q 16 rows x 16 dims, of K 16 keys x 16 dims.
+    const uint32_t q_at = base + S::Q + row_offset<S>(row_warp * S::WARP_ROWS + lane % 16, lane / 16);
+    const uint32_t k_lane = base + S::RING + row_offset<S>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const uint32_t g = row_warp * S::WARP_ROWS + lane / 4;
+    float* peaks = shared_array<float>(S::PEAKS);
+    Walk walk = begin_walk(plan);
+    // Steps of this CTA before the piece at hand: its first is the turn of group done % GROUPS.
+    uint32_t done = 0;
+    // Nobody has decided anything yet: the first group may begin.
+    if (walk.left != 0 && group == S::GROUPS - 1) Signal::turn_arrive(row_warp, group);
+    while (walk.left != 0) {
+        find_tile<S>(plan, &walk);
+        const uint32_t count = piece_length<S>(plan, walk);
+        const bool last = count == walk.left;  // piece of the share
+        const Request& request = request_of(plan, walk);
+        const uint32_t prefix = static_cast<uint32_t>(request.prefix);
+        // All score warps are done with the Q of the piece before, and have picked up its mark.
+        Signal::score_sync();
+        load_queries<S>(params, base, t, request.q_begin, walk.tile * S::ROWS, tokens_there(params, request) * plan.row_heads);
+        if (t == 0) *score_mark<S>() = {walk, done, 0};
+        // Q, copied by all score threads, is complete before any warp reads it.
+        Signal::score_sync();
+        RowFloats<S> peak, total, rounded;
+#pragma unroll
+        for (int i = 0; i < S::LANE_ROWS; ++i) {
+            peak[i] = -INFINITY;
+            total[i] = rounded[i] = 0.0f;
+        }
+        // This group's first step of the piece, as a key and as a block; steps of the piece from there on, other groups' among them.
+        const uint32_t mine = (group + S::GROUPS - done % S::GROUPS) % S::GROUPS;
+        bool opening = mine == 0;
+        uint32_t key0 = (walk.unit + mine) * S::KEYS, number = (done + mine) * S::KEY_BLOCKS;
+        uint32_t ahead = mine < count ? count - mine : 0;
+#pragma unroll 1
+        while (ahead != 0) {
+            uint32_t k_at[S::KEY_BLOCKS];
+#pragma unroll
+            for (int b = 0; b < S::KEY_BLOCKS; ++b) {
+                k_at[b] = k_lane + block_offset<S>(number + b);
+                // The block's keys, copied by the producers, have landed.
+                ptx::mbarrier_wait(full_at<S>(base, number + b), phase_of<S::FULL_BARRIERS>(number + b));
+            }
+            Scores<S> scores;
+            multiply_keys<S>(q_at, k_at, scores);
+            const bool masked = key0 + S::KEYS > prefix;
+            uint32_t seen[S::LANE_ROWS];
+            if (masked) {
+                // Looked up here, in the few steps that want it: it would live through all the others.
+                const Walk here = score_mark<S>()->walk;
+                look<S>(plan, request_of(plan, here), key0, here.tile * S::ROWS + g, lane, seen);
+                clear_poison<S>(scores, seen, w, lane, number, key0, prefix);
+            }
+            float factor = to_log2<S>(params.tensors, scores);
+            if (masked) factor = hide<S>(scores, seen, factor);
+            RowFloats<S> old, maxima, alpha;
+            find_maxima<S>(scores, factor, maxima);
+            // The step before this one has decided its peaks, in another group.
+            Signal::turn_sync(row_warp, group);
+#pragma unroll
+            for (int i = 0; i < S::LANE_ROWS; ++i) old[i] = opening ? -INFINITY : peaks[g + 8 * i];
+            opening = false;
+            const uint32_t grew = __ballot_sync(ALL_LANES, move_peaks<S>(old, maxima, peak, total, rounded, alpha));
+            // All four lanes of a row have read its peak before one of them replaces it.
+            __syncwarp();
+            if (lane % 4 == 0) {
+#pragma unroll
+                for (int i = 0; i < S::LANE_ROWS; ++i) peaks[g + 8 * i] = peak[i];
+            }
+            // The peaks are decided and written: the group of the next step may go on from them.
+            if (!last || ahead > 1) Signal::turn_arrive(row_warp, group);
+            Weights<S> weights;
+            weigh<S>(scores, factor, peak, total, rounded, weights);
+            // The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
+            Signal::free_sync(group);
+            hand_over_weights<S>(weights, alpha, grew, group, w, g, lane);
+            if (ahead <= S::GROUPS) hand_over_sums<S>(total, rounded, peak, group, g, lane);
+            // Weights, factors and, at the end of a piece, sums are written: the value warps may read them.
+            Signal::ready_arrive(group);
+            ahead = ahead > S::GROUPS ? ahead - S::GROUPS : 0;
+            key0 += S::GROUPS * S::KEYS;
+            number += S::GROUPS * S::KEY_BLOCKS;
+        }
+        const Mark mark = *score_mark<S>();
+        walk = mark.walk;
+        const uint32_t length = piece_length<S>(plan, walk);
+        done = mark.number + length;
+        go_on<S>(plan, length, &walk);
+    }
+}
+
+}  // namespace mma
+}  // namespace nvr

@@ -1,0 +1,138 @@
+"""The mask of `mma`: which scores of a step are hidden, and what is done about NaN in draft rows that only some rows see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .config import WARP
+from .mma_config import BLOCK_KEYS, MmaConfig, layout
+from .mma_work import Ring, Swizzle, block_bytes
+
+
+def _row_bits(lang: Any, keys: int) -> Callable:
+    """row_bits(...): bit i set = the row whose visibility words start at `bits` sees key `key` + i, for the 16 or 32 keys of a step."""
+    uint32, uint64 = lang.uint32, lang.uint64
+    ones, width = uint32(0xFFFFFFFF), uint32(keys)
+
+    @lang.device
+    def word_at(visibility, bits, index, words):
+        return visibility[bits + uint64(index)] if index < words else uint32(0)
+
+    @lang.device
+    def row_bits(visibility, bits, words, key, prefix, kv_len):
+        seen = uint32(0)
+        if uint32(key + width) <= prefix:
+            seen = ones
+        elif key < kv_len:
+            if key < prefix:
+                count = uint32(prefix - key)  # of the prefix, below 32: the rest follows from draft token 0 on
+                seen = uint32(uint32((uint32(1) << count) - uint32(1)) | uint32(word_at(visibility, bits, uint32(0), words) << count))
+            else:
+                draft = uint32(key - prefix)
+                index, turn = draft >> uint32(5), draft & uint32(31)
+                seen = word_at(visibility, bits, index, words) >> turn
+                if turn != uint32(0):
+                    seen = uint32(seen | uint32(word_at(visibility, bits, uint32(index + uint32(1)), words) << uint32(uint32(32) - turn)))
+            left = uint32(kv_len - key)
+            if left < uint32(32):
+                seen = uint32(seen & uint32((uint32(1) << left) - uint32(1)))
+        return seen
+
+    return row_bits
+
+
+def poison_remover(lang: Any, config: MmaConfig, swizzle: Swizzle, ring: Ring) -> Callable:
+    """zero(...): values of the step's draft keys that hold a NaN or an infinity become zeros. Rare, so it takes its time."""
+    uint32, shared, u32, shuffle = lang.uint32, lang.shared, lang.u32, lang.shfl_sync_bfly_u32
+    row_offset, threads, place = swizzle.row, WARP * config.tile.row_warps // config.tile.keys, ring.place
+    chunks, latent_chunks = config.shape.row_dim // 8, config.shape.latent_dim // 8
+    exponent = 0x7F80 if config.shape.dtype == "bfloat16" else 0x7C00
+    low, high, size = uint32(exponent), uint32(exponent << 16), uint32(block_bytes(config))
+    ring_at, halvings = uint32(layout(config.shape, config.tile).ring), threads.bit_length() - 1
+    threads, block_mask, block_shift = uint32(threads), uint32(BLOCK_KEYS - 1), uint32(BLOCK_KEYS.bit_length() - 1)
+
+    @lang.device
+    def zero(member, number, key0, prefix):
+        """member: thread of the group; number: running number of the step's first block."""
+        key, part = member // threads, member % threads
+        row, start = key & block_mask, uint32(ring_at + place(uint32(number + (key >> block_shift))) * size)
+        words, bad = shared(uint32(0), u32), uint32(0)
+        for c in range(part, chunks, threads):
+            at = uint32(start + row_offset(row, uint32(c))) >> uint32(2)
+            for i in range(4):
+                x = words[at + uint32(i)]
+                if (x & low) == low or (x & high) == high:
+                    bad = uint32(1)
+        for i in range(halvings):
+            bad = uint32(bad | shuffle(bad, uint32(1) << uint32(i)))
+        if bad != uint32(0) and uint32(key0 + key) >= prefix:
+            for c in range(part, latent_chunks, threads):
+                at = uint32(start + row_offset(row, uint32(c))) >> uint32(2)
+                for i in range(4):
+                    words[at + uint32(i)] = uint32(0)
+
+    return zero
+
+
+class Mask(NamedTuple):
+    """Device functions for a step that holds draft tokens or the end of the list; `seen` has the visibility bits of the lane's rows.
+
+    look(seen, ...) fills it.  poisoned(scores, seen) -> 1 if a hidden score is not finite.
+    hide(scores, seen, factor) -> factor: hidden scores are -inf once they are multiplied by it.
+    """
+
+    look: Callable
+    poisoned: Callable
+    hide: Callable
+
+
+def mask_of(lang: Any, config: MmaConfig) -> Mask:
+    """Build the functions in the vocabulary `lang`."""
+    uint32, uint64, float32, unroll = lang.uint32, lang.uint64, lang.float32, lang.unroll
+    row_tiles, key_tiles = config.tile.warp_rows // 16, config.tile.keys // 8
+    row_bits, minus_infinity = _row_bits(lang, config.tile.keys), float32(-float("inf"))
+
+    @lang.device
+    def look(seen, key, flat, last, row_heads, q_begin, visibility, words, prefix, kv_len, lane):
+        """key: first of the step; flat: the lane's first row in the request; last: the request's last draft token."""
+        for i in range(2 * row_tiles):
+            unroll()
+            token = uint32(flat + uint32(8 * i)) // row_heads
+            token = token if token < last else last
+            bits = row_bits(visibility, (q_begin + uint64(token)) * uint64(words), uint32(words), key, prefix, kv_len)
+            seen[i] = uint32(bits >> uint32(uint32(2) * (lane & uint32(3))))
+
+    @lang.device
+    def poisoned(scores, seen):
+        found = uint32(0)
+        for i in range(2 * row_tiles):
+            unroll()
+            for n in range(key_tiles):
+                unroll()
+                for e in range(2):
+                    unroll()
+                    x = scores[(i // 2 * key_tiles + n) * 4 + 2 * (i % 2) + e]
+                    if (seen[i] & uint32(1 << (8 * n + e))) == uint32(0) and x - x != float32(0):
+                        found = uint32(1)
+        return found
+
+    @lang.device
+    def hide(scores, seen, factor):
+        """Hidden scores become what `factor` will make -inf of; returns the factor. Not -inf times a factor done here: float32 numbers of 1e5 are
+        0.008 apart, and the later fma rounds once. A factor of 0 is done here: 0 times infinity is NaN."""
+        hidden, done = minus_infinity, factor == float32(0)
+        if factor < float32(0):
+            hidden = -minus_infinity
+        for i in range(2 * row_tiles):
+            unroll()
+            for n in range(key_tiles):
+                unroll()
+                for e in range(2):
+                    unroll()
+                    j = (i // 2 * key_tiles + n) * 4 + 2 * (i % 2) + e
+                    x = scores[j] * factor if done else scores[j]
+                    scores[j] = x if (seen[i] & uint32(1 << (8 * n + e))) != uint32(0) else hidden
+        return float32(1) if done else factor
+
+    return Mask(look, poisoned, hide)
