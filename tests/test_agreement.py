@@ -2,26 +2,40 @@
 
 import numpy as np
 import pytest
-from support import cases, machine, oracle
+from support import cases, machine, mma_cases, oracle
 from support.compare import assert_rows_close
 from support.problems import build
 
+import numba_verify
+from numba_verify.kernels.work import HEADER_FEW, HEADER_MANY
+
 pytestmark = pytest.mark.kernel
 
+#: Steps of `mma` in the simulator, 32 rows x 32 keys, that end in reasonable time.
+MOST_STEPS = 60
 
-def runs_here(implementation, case):
+
+def takes(implementation, kernel, case):
+    return machine.takes(implementation, kernel, case.latent_dim, case.rope_dim, case.dtype)
+
+
+def runs_here(implementation, kernel, case):
     """Whether `case` ends in reasonable time where kernels run (Case.size)."""
     if machine.HAS_GPU or case.size == "small":
         return True
-    return case.size == "many_rows" and implementation == "cuda_ref"
+    steps = sum(-(-len(tree) * case.heads // 32) * (-(-(prefix + len(tree)) // 32)) for tree, prefix in zip(case.trees, case.prefix, strict=True))
+    return case.size == "many_rows" and (implementation == "cuda_ref" or kernel == "mma" and steps <= MOST_STEPS)
 
 
-@pytest.mark.parametrize("kernel", machine.KERNELS)
-@pytest.mark.parametrize("case", cases.ALL, ids=str)
+#: Every kernel on every case whose rows it takes. deterministic=True is another code path only in kernels that cut tiles.
+PAIRS = [(case, kernel) for case in cases.ALL for kernel in machine.KERNELS
+         if takes("numba_verify", kernel, case) and (kernel in machine.SPLITTING or not case.deterministic)]
+PAIRS += [(case, "mma") for case in mma_cases.ALL]
+
+
+@pytest.mark.parametrize("case, kernel", PAIRS, ids=str)
 def test_agreement(case, kernel):
-    if case.deterministic and kernel != "paged":
-        pytest.skip("naive and flash cut nothing: deterministic or not is one code path")
-    names = [name for name in machine.IMPLEMENTATIONS if runs_here(name, case)]
+    names = [name for name in machine.IMPLEMENTATIONS if takes(name, kernel, case) and runs_here(name, kernel, case)]
     if not names:
         pytest.skip(f"{case} needs a GPU: it would take minutes on the CPU")
     problem = build(case)
@@ -39,7 +53,19 @@ def test_agreement(case, kernel):
         assert_rows_close(ours, twin, moved, case.dtype, f"{case} {kernel} numba_verify against cuda_ref")
 
 
-@pytest.mark.parametrize("case", [c for c in cases.CORRECTNESS if c.size != "gpu"], ids=str)
+@pytest.mark.skipif(machine.HAS_GPU, reason="a GPU of more SMs cuts elsewhere, and its tables are not in the host's memory")
+@pytest.mark.parametrize("case", [case for case in mma_cases.ALL if "cut" in case.name], ids=str)
+def test_cases_named_so_are_cut(case):
+    """Where the schedule cuts is its own affair, and may change: then these cases would test nothing of what they are here for."""
+    problem = build(case)
+    plan = numba_verify.plan(problem.qo_indptr, problem.kv_indptr, problem.kv_indices, tree=problem.tree, num_heads=case.heads,
+                             latent_dim=case.latent_dim, rope_dim=case.rope_dim, dtype=case.dtype, page_size=case.page_size,
+                             kv_lens=problem.kv_lens, draft_in_cache=case.draft_in_cache, kernel="mma", deterministic=case.deterministic)
+    merges = plan._executor._place["merges"].view(np.int64)
+    assert merges[HEADER_FEW] + merges[HEADER_MANY] > 0
+
+
+@pytest.mark.parametrize("case", [c for c in cases.CORRECTNESS + mma_cases.ALL if c.size != "gpu"], ids=str)
 def test_reference(case):
     """kernel="reference" reads the index arrays; the oracle does not."""
     if machine.HAS_GPU:

@@ -245,7 +245,7 @@ def test_bench_times_what_it_has_checked(cli, tmp_path):
     status, out, _ = cli("bench", "--shape", "2,300,4,16", "--replays", "3", "--warm", "--json", str(path))
     assert status == 0, out
     written = json.loads(path.read_text())
-    assert written["gpu"] == machine.PLACE and {figure["kernel"] for figure in written["figures"]} >= {"naive", "flash", "paged"}
+    assert written["gpu"] == machine.PLACE and {figure["kernel"] for figure in written["figures"]} == set(machine.KERNELS)
     assert all(figure["error"] <= bench.ALLOWED and figure["us"] > 0 and figure["warm_us"] > 0 for figure in written["figures"])
 
 
@@ -310,6 +310,9 @@ def test_check_covers_every_kernel(cli):
     assert status == 0, out
     for name in machine.IMPLEMENTATIONS:
         assert all(f"{name} {kernel}: another step in the same plan ..." in out for kernel in machine.KERNELS)
+        # All checks but that of float32, which mma does not take.
+        counts = {kernel: out.count(f"\n{name} {kernel}: ") for kernel in machine.KERNELS}
+        assert counts["mma"] == counts["paged"] - 1 and f"{name} mma: float32" not in out and f"{name} paged: float32" in out
 
 
 @pytest.mark.kernel
@@ -340,10 +343,10 @@ def test_an_implementation_that_cannot_be_used_is_named_and_the_rest_goes_on(mon
         return __import__(name)
 
     monkeypatch.setattr(runners.importlib, "import_module", no_compiler)
-    found, absent = runners.find(HOST, runners.IMPLEMENTATIONS, ["naive", "mma"], num_heads=1)
-    assert [runner.label for runner in found] == ["numba_verify naive"]
+    found, absent = runners.find(HOST, runners.IMPLEMENTATIONS, ["naive", "mma", "wgmma"], num_heads=1)
+    assert [runner.label for runner in found] == ["numba_verify naive", "numba_verify mma"]
     assert runners.describe(absent, in_full=False) == [
-        "cuda_ref cannot be used: no g++ on PATH", "not run, since they cannot (env says why): numba_verify mma"]
+        "cuda_ref cannot be used: no g++ on PATH", "not run, since they cannot (env says why): numba_verify wgmma"]
 
 
 @pytest.mark.parametrize("error", [checks.Failure("rows differ"), ZeroDivisionError("a defect of the check itself")])

@@ -18,6 +18,7 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 # Error of a row relative to its norm: twice what contract.md, promise 7, calls the error of a dense computation (fp32: 4 of them).
 TOLERANCE = {"bfloat16": 2 * 2.3e-3, "float16": 2 * 2.9e-4, "float32": 4 * 5e-7}
 KERNELS = ("naive", "flash", "paged")
+MMA_ROWS = ((512, 64), (512, 0), (256, 64), (128, 64))
 H16_K16, H8_K32 = 2, 3  # nvr_tile_config
 
 
@@ -167,6 +168,10 @@ class Problem:
             rows = np.concatenate([rows, self.draft[self.qo[r] : self.qo[r + 1]]])
         return rows.astype(np.float64)
 
+    def plan_for(self, kernel):
+        """The configuration of a plan for this kernel."""
+        return self.config(kernel=binding.KERNELS[kernel])
+
     def expected(self, sm_scale=0.125):
         """Dense masked softmax in float64: out [total_q, H, latent], lse [total_q, H]."""
         out = np.zeros((self.total_q, self.case.heads, self.case.latent))
@@ -194,9 +199,17 @@ def make_workspace(library, config):
     return aligned(size.value, np.uint8, 0xFF)
 
 
+def suited(case, kernel):
+    """The case in rows that the kernel takes: mma's are 16 bits, and of few widths."""
+    if kernel != "mma":
+        return case
+    latent, rope = (case.latent, case.rope) if (case.latent, case.rope) in MMA_ROWS else (128, 64)
+    return dataclasses.replace(case, latent=latent, rope=rope, dtype="bfloat16" if case.dtype == "float32" else case.dtype, tile=0)
+
+
 def run(library, problem, kernel):
     """Update and verify in a poisoned workspace; returns copies of out and lse."""
-    config = problem.config()
+    config = problem.plan_for(kernel)
     workspace = make_workspace(library, config)
     binding.check(library, library.nvr_plan_update(config, problem.indices(), workspace.ctypes.data, workspace.size, None))
     verify = getattr(library, f"nvr_verify_{kernel}")
@@ -228,6 +241,7 @@ CASES = {
     "16 heads a tile": Case(tile=H16_K16, heads=17),
     "32 keys a tile": Case(tile=H8_K32, prefix=(70, 0, 1, 31)),
     "split": Case(drafts=(1, 2), prefix=(700, 1200)),
+    "split evenly": Case(drafts=(1, 1, 7), prefix=(1110, 200, 3), latent=64, rope=0),  # a CTA ends one cut tile and begins another
     "split, deterministic": Case(drafts=(1, 2), prefix=(3000, 1200), deterministic=True, latent=64, rope=0),
     "many tiles a CTA": Case(drafts=(20, 1, 30), prefix=(4, 0, 150), heads=10, latent=32, rope=32),
     "nothing sees anything": Case(tree="bits", drafts=(1, 1), prefix=(0, 0)),
@@ -237,18 +251,18 @@ CASES = {
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", (*KERNELS, "mma"))
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(library, name, kernel):
-    problem = Problem(CASES[name])
+    problem = Problem(suited(CASES[name], kernel))
     assert_close(problem, *run(library, problem, kernel))
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", (*KERNELS, "mma"))
 def test_hidden_nan_stays_out_and_seen_nan_shows(library, kernel):
     """A NaN draft row makes exactly the rows that see it NaN."""
-    problem = Problem(Case(drafts=(6, 2), prefix=(40, 3)))
+    problem = Problem(suited(Case(drafts=(6, 2), prefix=(40, 3)), kernel))
     hidden = 2
     last = problem.listed[0] - 6 + hidden
     problem.pool[problem.pages[last], 0] = np.nan
@@ -261,10 +275,10 @@ def test_hidden_nan_stays_out_and_seen_nan_shows(library, kernel):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", (*KERNELS, "mma"))
 def test_deterministic_bits_depend_on_the_request_alone(library, kernel):
     """The second request, alone: other neighbours, slots, index widths, mask form, draft rows aside."""
-    case = Case(drafts=(2, 3, 1), prefix=(900, 2600, 3), deterministic=True, latent=64, rope=0, heads=9)
+    case = suited(Case(drafts=(2, 3, 1), prefix=(900, 2600, 3), deterministic=True, latent=64, rope=0, heads=9), kernel)
     crowd = Problem(case)
     alone = Problem(dataclasses.replace(case, drafts=(3,), prefix=(2600,), aside=True, widths=(8, 8, 8, 8), seed=1))
     keys, first = crowd.keys(1), crowd.qo[1]
@@ -279,42 +293,41 @@ def test_deterministic_bits_depend_on_the_request_alone(library, kernel):
 
 
 @pytest.mark.kernel
-def test_plans_in_several_threads_do_not_meet(library):
+@pytest.mark.parametrize("kernel", ["paged", "mma"])
+def test_plans_in_several_threads_do_not_meet(library, kernel):
     """ctypes lets go of the GIL, so four threads really run at once; each has its bits."""
-    cases = [Case(seed=seed, drafts=(1, 2, seed), prefix=(300, 90, 10 * seed)) for seed in range(4)]
-    alone = [run(library, Problem(case), "paged") for case in cases]
+    cases = [suited(Case(seed=seed, drafts=(1, 2, seed), prefix=(300, 90, 10 * seed)), kernel) for seed in range(4)]
+    alone = [run(library, Problem(case), kernel) for case in cases]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda case: [run(library, Problem(case), "paged") for _ in range(3)], cases))
+        together = list(pool.map(lambda case: [run(library, Problem(case), kernel) for _ in range(3)], cases))
     for (out, lse), results in zip(alone, together, strict=True):
         assert all(out.tobytes() == o.tobytes() and lse.tobytes() == s.tobytes() for o, s in results)
 
 
 @pytest.mark.kernel
-def test_strided_arrays(library):
+@pytest.mark.parametrize("kernel", (*KERNELS, "mma"))
+def test_strided_arrays(library, kernel):
     """Gaps between rows, heads, tokens and pages, all NaN."""
-    problem = Problem(Case(page_size=4, heads=2, aside=True))
+    problem = Problem(suited(Case(page_size=4, heads=2, aside=True), kernel))
     dense_q, dense_pool, dense_draft = problem.q, problem.pool, problem.draft
     tensors = problem.tensors()
     rows, pages = len(dense_q), len(dense_pool)
-    q, pool = aligned((rows, 3, 256), np.float32, np.nan), aligned((pages, 5, 208), np.float32, np.nan)
-    draft, out = aligned((rows, 196), np.float32, np.nan), aligned((rows, 4, 132), np.float32, 7)
+    q, pool = aligned((rows, 3, 256), dense_q.dtype, np.nan), aligned((pages, 5, 208), dense_q.dtype, np.nan)
+    draft, out = aligned((rows, 200), dense_q.dtype, np.nan), aligned((rows, 4, 136), dense_q.dtype, 7)
     q[:, :2, :192], pool[:, :4, :192], draft[:, :192] = dense_q, dense_pool, dense_draft
     tensors.q, tensors.kv_cache, tensors.draft_kv, tensors.out = (a.ctypes.data for a in (q, pool, draft, out))
     tensors.q_row_stride, tensors.q_head_stride, tensors.kv_page_stride, tensors.kv_token_stride = 3 * 256, 256, 5 * 208, 208
-    tensors.draft_row_stride, tensors.out_row_stride, tensors.out_head_stride = 196, 4 * 132, 132
-    config = problem.config()
+    tensors.draft_row_stride, tensors.out_row_stride, tensors.out_head_stride = 200, 4 * 136, 136
+    config = problem.plan_for(kernel)
     workspace = make_workspace(library, config)
     binding.check(library, library.nvr_plan_update(config, problem.indices(), workspace.ctypes.data, workspace.size, None))
-    for kernel in KERNELS:
-        out[...] = 7
-        binding.check(library, getattr(library, f"nvr_verify_{kernel}")(config, tensors, workspace.ctypes.data, workspace.size, None))
-        assert_close(problem, out[:, :2, :128], problem.lse)
-        assert (out[:, 2:] == 7).all() and (out[:, :, 128:] == 7).all()
+    binding.check(library, getattr(library, f"nvr_verify_{kernel}")(config, tensors, workspace.ctypes.data, workspace.size, None))
+    assert_close(problem, out[:, :2, :128], problem.lse)
+    assert (out[:, 2:] == 7).all() and (out[:, :, 128:] == 7).all()
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, kernel", [(d, k) for d in DTYPES for k in (*KERNELS, "mma") if (d, k) != ("float32", "mma")])
 def test_rounds_to_nearest_even(library, dtype, kernel):
     """q = 0 and two keys of any finite bit patterns: the mean of the two, rounded as NumPy rounds; subnormals and overflow included."""
     problem = Problem(Case(drafts=(1,) * 16, prefix=(1,) * 16, heads=1, latent=512, rope=0, dtype=dtype, tree="causal"))
@@ -323,7 +336,7 @@ def test_rounds_to_nearest_even(library, dtype, kernel):
     values = bits.view(problem.pool.dtype)
     problem.pool[...] = np.where(np.isfinite(values.astype(np.float32)), values, values.dtype.type(1))
     problem.q[...] = 0
-    tensors, config = problem.tensors(), problem.config()
+    tensors, config = problem.tensors(), problem.plan_for(kernel)
     workspace = make_workspace(library, config)
     binding.check(library, library.nvr_plan_update(config, problem.indices(), workspace.ctypes.data, workspace.size, None))
     binding.check(library, getattr(library, f"nvr_verify_{kernel}")(config, tensors, workspace.ctypes.data, workspace.size, None))
@@ -334,12 +347,13 @@ def test_rounds_to_nearest_even(library, dtype, kernel):
 
 
 @pytest.mark.kernel
-def test_cyclic_parents_and_wild_lengths_stay_inside(library):
+@pytest.mark.parametrize("kernel", ["paged", "mma"])
+def test_cyclic_parents_and_wild_lengths_stay_inside(library, kernel):
     """Bad device data gives some result and no hang. That nothing outside is touched is the smoke program's to show, under sanitizers."""
-    problem = Problem(Case())
+    problem = Problem(suited(Case(), kernel))
     problem.tree_array[:3] = [2, 0, 1]
     problem.qo[2], problem.kv[3], problem.lens[0] = -5, 10**6, 10**9
-    run(library, problem, "paged")
+    run(library, problem, kernel)
 
 
 def edit(**changes):
@@ -393,7 +407,6 @@ REFUSALS = [
     ("update", edit(config__page_size=0), Status.SIZE, "page_size is 0"),
     ("update", edit(config__draft_in_cache=2), Status.SIZE, "draft_in_cache is 2"),
     ("update", edit(config__deterministic=-1), Status.SIZE, "deterministic is -1"),
-    ("update", edit(config__reserved=1), Status.SIZE, "reserved is 1"),
     ("update", edit(config__max_batch=-1), Status.SIZE, "max_batch is -1"),
     ("update", edit(config__max_total_q=2**31), Status.SIZE, "max_total_q is 2147483648"),
     ("update", edit(config__max_kv_entries=2**31), Status.SIZE, "max_kv_entries"),
@@ -406,7 +419,13 @@ REFUSALS = [
     ("paged", edit(tensors__kv_pages=-1), Status.SIZE, "kv_pages is -1"),
     ("update", edit(config__dtype=3), Status.DTYPE, "unknown dtype 3"),
     ("update", edit(indices__qo_indptr__width=2), Status.DTYPE, "qo_indptr has width 2"),
+    ("update", edit(config__kernel=3), Status.DTYPE, "dtype float32: mma takes bfloat16 and float16; paged would run"),
+    ("update", edit(config__kernel=4), Status.OPTION, "unknown kernel 4"),
+    ("update", edit(config__kernel=-1), Status.OPTION, "unknown kernel -1"),
+    ("paged", edit(config__kernel=3, config__dtype=0), Status.OPTION, "a plan with kernel = 3 cannot run kernel 2"),
+    ("mma", edit(config__kernel=2), Status.OPTION, "a plan with kernel = 2 cannot run kernel 3"),
     ("update", edit(config__tile_config=4), Status.OPTION, "unknown tile configuration 4"),
+    ("update", edit(config__kernel=3, config__dtype=0, config__tile_config=8), Status.OPTION, "unknown tile configuration 8"),
     ("update", edit(indices__tree__kind=5), Status.OPTION, "unknown tree kind 5"),
     ("paged", edit(config__draft_in_cache=1), Status.OPTION, "draft_kv is given"),
     ("update", edit(config__max_batch=3), Status.CAPACITY, "batch is 4, the plan's max_batch is 3"),
@@ -416,6 +435,8 @@ REFUSALS = [
     ("update", edit(config__latent_dim=48), Status.UNSUPPORTED_DIMS, "latent_dim is 48; the kernels take multiples of 32 from 32 to 512"),
     ("update", edit(config__latent_dim=544), Status.UNSUPPORTED_DIMS, "latent_dim is 544"),
     ("update", edit(config__rope_dim=160), Status.UNSUPPORTED_DIMS, "rope_dim is 160"),
+    ("update", edit(config__kernel=3, config__dtype=1, config__latent_dim=256, config__rope_dim=0), Status.UNSUPPORTED_DIMS,
+     "latent_dim is 256 and rope_dim 0; mma is compiled for 512/64, 512/0, 256/64 and 128/64, paged would run"),
 ]
 
 
@@ -438,7 +459,7 @@ def test_shared_memory_limit_has_numbers(library):
     assert library.nvr_can_run(config, binding.KERNELS["naive"]) == Status.OK
     assert library.nvr_can_run(config, binding.KERNELS["flash"]) == Status.SHARED_MEMORY
     assert "needs 103608 B of shared memory, this device has 101376 B" in library.nvr_last_error().decode()
-    assert library.nvr_can_run(config, 3) == Status.OPTION
+    assert library.nvr_can_run(config, 4) == Status.OPTION
 
 
 def test_sizes_need_an_address(library):
@@ -460,7 +481,7 @@ def test_another_abi_is_refused(monkeypatch):
     path = build.build_host()
     monkeypatch.setattr(binding, "ABI_VERSION", 999)
     monkeypatch.setattr(binding, "_loaded", {})
-    with pytest.raises(RuntimeError, match="has ABI version 1, this binding needs 999"):
+    with pytest.raises(RuntimeError, match="has ABI version 2, this binding needs 999"):
         binding.load(path)
 
 

@@ -17,8 +17,9 @@ from cuda_ref.toolchain import BuildError
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "cuda_ref"
-# What a block may have on sm_86, sm_89 and sm_120 (CUDA C++ Programming Guide, technical specifications).
+# What a block may have on sm_86, sm_89 and sm_120, and of each architecture (CUDA C++ Programming Guide, technical specifications).
 SMALLEST_SHARED = 101_376
+SHARED = {"80": 166_912, "90a": 232_448, "120": SMALLEST_SHARED}
 
 def nvcc_is_missing():
     try:
@@ -74,11 +75,14 @@ def test_structs_match_the_header(tmp_path):
 
 
 @pytest.mark.kernel
-def test_smoke_program_is_clean_under_the_sanitizers():
-    done = run(build.build_smoke(), env={**os.environ, "ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"})
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_smoke_program_is_clean_under_the_sanitizers(seed):
+    """With room for every tile of mma, and the threads in two orders."""
+    place = {"CUDA_REF_HOST_SHARED": str(SHARED["90a"]), "CUDA_REF_HOST_SEED": seed}
+    done = run(build.build_smoke(), env={**os.environ, **place, "ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    assert done.stdout.count("error") == 9, "three problems, three kernels"
+    assert done.stdout.count("error") == 9 + 14, "three problems, three kernels; two of them, seven tiles of mma"
 
 
 # Kernels that must fail, each with what the report says. Parameters: int pointer.
@@ -104,7 +108,7 @@ def bad_kernels(tmp_path_factory):
         'puts(status ? nvr::last_error_text() : x ? "something" : "nothing"); return status; }\n'
     )
     path, _ = build.find_host_compiler()
-    sources = [source, "-x", "c++", SOURCES / "device.cu", SOURCES / "host" / "scheduler.cpp"]
+    sources = [source, "-x", "c++", SOURCES / "device.cu", *(SOURCES / name for name in build.HOST_SOURCES)]
     flags = [*build.HOST_FLAGS, *build.SANITIZE_FLAGS]
     done = run(path, *flags, f"-I{SOURCES}", *sources, "-o", folder / "bad")
     assert done.returncode == 0, done.stderr
@@ -244,6 +248,20 @@ ptxas info    : Used 96 registers, used 1 barriers, 8 bytes cumulative stack siz
 """
 
 
+# A kernel of mma whose tile no sm_120 has room for, and one that it has.
+PTXAS_MMA = """\
+ptxas info    : Compiling entry function '_ZN3nvr10mma_kernelINS_4Bf16ENS_7MmaTileILi64ELi32ELi8ELi2EEENS_4DimsILi512ELi64EEEEEvNS_12VerifyParamsE' for 'sm_120'
+ptxas info    : Used 4 registers, used 0 barriers
+ptxas info    : Compiling entry function '_ZN3nvr10mma_kernelINS_4Bf16ENS_7MmaTileILi16ELi16ELi4ELi1EEENS_4DimsILi512ELi64EEEEEvNS_12VerifyParamsE' for 'sm_120'
+ptxas info    : Used 128 registers, used 16 barriers
+"""  # noqa: E501
+
+
+def test_kernels_that_only_trap_are_left_out():
+    (row,) = resources.parse(PTXAS_MMA)
+    assert row["kernel"].startswith("mma<Bf16, MmaTile<16, 16, 4, 1>, Dims<512, 64>") and row["registers"] == 128
+
+
 def test_resource_text_is_understood():
     row = {"arch": "90a", "kernel": "combine<Bf16>", "registers": 96, "spill_stores": 4, "spill_loads": 12,
            "stack": 8, "static_shared": 1024, "dynamic_shared": 0}  # fmt: skip
@@ -257,14 +275,16 @@ def test_every_kernel_fits_every_architecture():
     """No spill, no stack, shared memory within the smallest device; no GPU is needed."""
     rows = build.resource_report(build.DEFAULT_ARCHITECTURES)
     tuned = [row for row in rows if "Dims<512, 64>" in row["kernel"]]
-    # Per architecture and dtype: naive, and flash and paged in three tiles.
-    assert len(tuned) == 3 * 3 * (1 + 2 * 3)
+    # Per architecture and dtype: naive, and flash and paged in three tiles. mma: two dtypes, and the tiles that a GPU has room for.
+    assert len(tuned) == 3 * 3 * (1 + 2 * 3) + 2 * (7 + 4 + 2)
     assert {row["arch"] for row in rows} == set(build.DEFAULT_ARCHITECTURES)
     bad = [row for row in rows if row["spill_stores"] or row["spill_loads"] or row["stack"]]
     assert not bad, resources.table(bad)
-    # 32 keys and rows of 512 + 128 are refused on such devices, with numbers; everything else has to fit.
-    large = [row for row in rows if row["static_shared"] + row["dynamic_shared"] > SMALLEST_SHARED]
+    # 32 keys and rows of 512 + 128 are refused on the smallest devices, with numbers; everything else has to fit, mma on its architecture's.
+    limits = [SHARED[row["arch"]] if row["kernel"].startswith("mma") else SMALLEST_SHARED for row in rows]
+    large = [row for row, limit in zip(rows, limits, strict=True) if row["static_shared"] + row["dynamic_shared"] > limit]
     assert all("Tile<8, 32>, Dims<0, 0>" in row["kernel"] for row in large), resources.table(large)
+    assert all(row["dynamic_shared"] for row in rows if row["kernel"].startswith(("mma", "paged", "flash")))
     path = build.build(build.DEFAULT_ARCHITECTURES).parent / "resources.json"
     assert len(json.loads(path.read_text())) == len(rows)
 

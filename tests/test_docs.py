@@ -130,32 +130,51 @@ def rows_of(table):
 
 
 def test_results_table(tmp_path, capsys):
-    wrong = {**figure("naive"), "wrong": "wrong result"}
+    wrong = {**figure("mma", shape="b8_kv8192_t16_h64"), "wrong": "wrong result"}
     del wrong["us"]
-    figures = [figure(us=531.0), figure(implementation="cuda_ref", us=520.0), figure("flash", us=1762.0), wrong,
-               figure(us=12.3, shape="b2_kv100_t2_h8", floor_us=None)]
+    figures = [figure("mma", us=40.0, flop=9.1e9, bytes=7.1e6, tile="m64"), figure("mma", "cuda_ref", us=38.0), figure(us=531.0), wrong,
+               figure("mma", us=12.3, shape="b2_kv100_t2_h8", floor_us=None)]
     assert tool.main([str(result_file(tmp_path, "a.json", figures))]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("NVIDIA H200, driver 580, numba_verify 0.1.0, 2026-11-30.\n\n| ")
-    known, unknown = rows_of(printed)
-    assert known == ["1, 4096, 16, 64", "11.4", "531 (2.1 %), 1.02", "1,762 (0.65 %), -", "wrong", "41.7 `unfused`", "772", "32.7 `fi_fa3`"]
-    assert unknown == ["2, 100, 2, 8", "-", "12.3, -", "-", "-", "-", "-", "-"]
+    known, refused, unknown = rows_of(printed)
+    assert known == ["1, 4096, 16, 64", "11.4", "40.0 (28 %)", "228", "0.18", "m64", "1.05", "41.7 `unfused`, 1.04 x", "51.3, 1.28 x",
+                     "32.7 `fi_fa3`"]
+    assert refused[2:6] == ["wrong", "-", "-", "-"] and refused[7:] == ["490 `unfused`", "275", "203 `flashmla`"]
+    assert unknown == ["2, 100, 2, 8", "-", "12.3", *["-"] * 7]
+
+
+def test_oracles_table(tmp_path):
+    wrong = {**figure("naive"), "wrong": "wrong result"}
+    del wrong["us"]
+    figures = [figure(us=531.0), figure(implementation="cuda_ref", us=520.0), figure("flash", us=1762.0), wrong, figure("mma", shape="b2_kv1_t1_h1")]
+    results = tool.read([result_file(tmp_path, "a.json", figures)])
+    assert rows_of(tool.oracles_table(results, json.loads(text_of(tool.PEERS)))) == [
+        ["1, 4096, 16, 64", "11.4", "531 (2.1 %), 1.02", "1,762 (0.65 %), -", "wrong"]]
+
+
+def test_tiles_table(tmp_path):
+    figures = [figure("mma", us=40.0, tile="m64"), figure("mma", us=71.0, tile="m32", override="m32"),
+               figure("mma", "cuda_ref", us=70.0, tile="m32", override="m32"), figure("mma", us=90.0, tile="m16", override="m16")]
+    table = tool.tiles_table(tool.read([result_file(tmp_path, "a.json", figures)]))
+    assert rows_of(table) == [["1, 4096, 16, 64: numba_verify", "40.0 `m64`", "71.0", "90.0"], ["1, 4096, 16, 64: cuda_ref", "-", "70.0", "-"]]
+    assert tool.tiles_table(tool.read([])) == "No tiles are measured yet."
 
 
 def test_ratios_are_formed_within_one_file(tmp_path):
     peers = json.loads(text_of(tool.PEERS))
-    ours, twin = [figure()], [figure(implementation="cuda_ref", us=50.0)]
+    ours, twin = [figure("mma")], [figure("mma", "cuda_ref", us=50.0)]
     together = tool.read([result_file(tmp_path, "a.json", ours + twin)])
     apart = tool.read([result_file(tmp_path, "b.json", ours), result_file(tmp_path, "c.json", twin, date="2026-12-01T00:00:00")])
-    assert rows_of(tool.results_table(together, peers))[0][2] == "100 (11 %), 2.00"
+    assert rows_of(tool.results_table(together, peers))[0][6] == "2.00"
     table = tool.results_table(apart, peers)
-    assert rows_of(table)[0][2] == "100 (11 %), -" and "2026-11-30, 2026-12-01." in table
+    assert rows_of(table)[0][6] == "-" and "2026-11-30, 2026-12-01." in table
 
 
 @pytest.mark.parametrize("second, text", [
     ({"figures": [figure()]}, "b.json: b1_kv4096_t16_h64 numba_verify paged was measured twice; keep one of the two"),
     ({"figures": [], "gpu": "Toy GPU"}, "b.json: expected gpu 'NVIDIA H200' like the files before it, got 'Toy GPU'"),
-    ({"figures": [figure(shape="large")]}, "expected a shape such as b1_kv4096_t16_h64, got 'large'")],
+    ({"figures": [figure("mma", shape="large")]}, "expected a shape such as b1_kv4096_t16_h64, got 'large'")],
     ids=["twice", "another_gpu", "shape"])
 def test_results_that_make_no_table(tmp_path, capsys, second, text):
     paths = [result_file(tmp_path, "a.json", [figure()]), result_file(tmp_path, "b.json", **second)]
@@ -166,7 +185,7 @@ def test_results_that_make_no_table(tmp_path, capsys, second, text):
 def test_update_rewrites_what_is_marked_and_nothing_else(tmp_path, capsys):
     document = tmp_path / "page.md"
     document.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
-    results = result_file(tmp_path, "a.json", [figure()])
+    results = result_file(tmp_path, "a.json", [figure("mma")])
     assert tool.main([str(results), "--update", str(document)]) == 0
     once = document.read_text()
     assert once.startswith("before\n<!-- results:begin -->\n\nNVIDIA H200") and once.endswith("|\n\n<!-- results:end -->\nafter\n")
@@ -344,7 +363,7 @@ def test_workspace_table(kernel, deterministic):
     """The formulas of how-it-works.md give the bytes of every array; "paged alone" is so."""
     made = executor(kernel, deterministic)
     values = {"max_batch": 3, "max_total_q": 70, "max_kv_entries": 900, "page_size": 4, "latent_dim": 128, "words": 3,
-              "CTAs": made.num_ctas, "HT": made.tile.head_tile, "P": 128 * 3 if deterministic else 2 * made.num_ctas}
+              "CTAs": made.num_ctas, "HT": made.tile.head_tile, "P": 0 if kernel != "paged" else 128 * 3 if deterministic else 2 * made.num_ctas}
     table = text_of(HOW).split("## The workspace")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]*) \|$", table, re.MULTILINE)
     documented = {name: eval(formula, {}, values) for name, formula, note in rows if kernel == "paged" or "`paged` alone" not in note}

@@ -4,6 +4,8 @@ After every refusal out and lse hold the bytes they held, and the next good call
 at the step before, a refused `plan` or `verify_mla` leaves nothing behind. Refusals of `run` are in test_errors_run.py.
 """
 
+import importlib
+import itertools
 import re
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from support import machine
 from support.small import DIMS, HEADS, LATENT, ROPE, SLOTS, Outputs, Small, bits, good_run, good_verify, place
 
+import cuda_ref.backend
 import numba_verify as nv
 from numba_verify import backend, planner
 from numba_verify.gpu import driver
@@ -246,7 +249,7 @@ def test_unknown_and_missing_keywords(name):
 
 
 UNSUPPORTED = [
-    ({"kernel": "mma"}, r"^{}: .*'mma'.*; .*paged.* would run"),
+    ({"kernel": "mma"}, r"^{}: dtype float32: kernel='mma' takes bfloat16 and float16; kernel='paged' would run$"),
     ({"kernel": "wgmma"}, r"^{}: .*'wgmma'.*; .*paged.* would run"),
     ({"latent_dim": 48}, r"^{}: latent_dim(=| is )48[:;] the kernels take multiples of 32 from 32 to 512"),
     ({"latent_dim": 1024}, r"^{}: latent_dim(=| is )1024[:;] the kernels take multiples of 32 from 32 to 512"),
@@ -266,10 +269,59 @@ def test_unsupported(name, changes, text):
     wide = {"q": np.zeros((4, HEADS, latent + rope), np.float32), "kv_cache": np.zeros((SLOTS, latent + rope), np.float32)}
     refuses("verify", name, nv.UnsupportedError, text, **(wide | changes))
     where = 0 if machine.HAS_GPU else None
-    answer = module.can_run(num_heads=HEADS, device=where, **({"latent_dim": LATENT, "rope_dim": ROPE, "kernel": "naive"} | changes))
+    given = {"latent_dim": LATENT, "rope_dim": ROPE, "dtype": "float32", "kernel": "naive"}
+    answer = module.can_run(num_heads=HEADS, device=where, **(given | changes))
     assert not answer and bool(answer) is False
     assert f"{name}: {answer.reason}" == str(pytest.raises(nv.UnsupportedError, module.plan, **small.plan_arguments(**changes)).value)
     assert re.search(text.replace(f"^{name}: ", "^"), answer.reason)
+
+
+#: Rows that mma does not take, and why; dtype first, then latent_dim, then rope_dim.
+NOT_MMA = [
+    (512, 64, "float32", r"dtype float32: kernel='mma' takes bfloat16 and float16"),
+    (32, 32, "bfloat16", r"latent_dim=32: kernel='mma' takes 128, 256 and 512"),
+    (384, 64, "float16", r"latent_dim=384: kernel='mma' takes 128, 256 and 512"),
+    (512, 32, "bfloat16", r"rope_dim=32: kernel='mma' takes 0, 64 and 128"),
+    (128, 96, "float16", r"rope_dim=96: kernel='mma' takes 0, 64 and 128"),
+]
+
+
+@pytest.fixture
+def large_gpu(monkeypatch):
+    """An H200 for those who only ask what it can run; cuda_ref's answers come from the host build."""
+    if not machine.HAS_GPU:
+        info = driver.DeviceInfo(0, "Toy H200", (9, 0), 132, 232_448, 233_472, 1 << 20)
+        monkeypatch.setattr(driver, "device_info", lambda ordinal: info)
+        monkeypatch.setattr(driver, "unavailable", lambda: "")
+        monkeypatch.setattr(cuda_ref.backend, "library_of", lambda device, host=cuda_ref.backend.library_of: host(None))
+
+
+@runs_kernel
+@both
+@pytest.mark.parametrize("latent, rope, dtype, text", NOT_MMA)
+def test_rows_that_mma_does_not_take(name, latent, rope, dtype, text, large_gpu):
+    """`plan` refuses them and says what would run, and "auto" takes that."""
+    text, module, small = f"^{name}: {text}; kernel='paged' would run$", machine.IMPLEMENTATIONS[name], Small(dtype=dtype, latent=latent, rope=rope)
+    with pytest.raises(nv.UnsupportedError, match=text):
+        module.plan(**small.plan_arguments(kernel="mma"))
+    rows = {"num_heads": HEADS, "latent_dim": latent, "rope_dim": rope, "dtype": dtype, "device": 0}
+    assert module.can_run(**rows).kernel == "paged" and not module.can_run(**rows, kernel="mma")
+    good_run(module.plan(**small.plan_arguments(kernel="paged")), small)
+
+
+@both
+def test_rows_that_mma_takes(name, large_gpu):
+    """And which "auto" gives it: as the test suite thinks, so that no case is left out in silence."""
+    for latent, rope, dtype in itertools.product((32, 96, 128, 256, 384, 512), (0, 32, 64, 96, 128), ("bfloat16", "float16", "float32")):
+        rows = {"num_heads": HEADS, "latent_dim": latent, "rope_dim": rope, "dtype": dtype, "device": 0}
+        taken, answer = machine.takes(name, "mma", latent, rope, dtype), machine.IMPLEMENTATIONS[name].can_run(**rows, kernel="mma")
+        assert bool(answer) is taken, (rows, answer)
+        assert machine.IMPLEMENTATIONS[name].can_run(**rows).kernel == ("mma" if taken else "paged"), rows
+
+
+@both
+def test_every_kernel_is_tested(name):
+    assert sorted(machine.KERNELS) == sorted(importlib.import_module(f"{name}.backend").AVAILABLE)
 
 
 @both
@@ -313,6 +365,8 @@ def test_shared_memory_limit(monkeypatch):
     assert "would run: head_tile=8, kv_tile=16" in backend.support("flash", 64, 256, 64, "bfloat16", 1, 0) \
         or backend.support("flash", 64, 256, 64, "bfloat16", 1, 0) == ""
     assert backend.support("naive", 64, 512, 64, "bfloat16", 1, 0) == ""
+    assert backend.support("mma", 64, 512, 64, "bfloat16", 1, 0) == (
+        "kernel='mma' needs 95,136 B of shared memory at least, Toy GPU has 50,000 B; kernel='paged' would run")
     assert planner.choose_kernel(nv.api.NUMBA, "auto", 64, 512, 64, "bfloat16", 1, 0).kernel == "naive"
 
 

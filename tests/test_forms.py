@@ -1,7 +1,7 @@
 """Every form in which arguments may come: layouts of the pool, strided views, trees, index widths, libraries, outputs given or not.
 
-What only differs in form gives the same bits. Kernels: naive, and paged with deterministic=True, whose bits are promised to depend on
-nothing but the request.
+What only differs in form gives the same bits. Kernels: naive, and paged and mma with deterministic=True, whose bits are promised to depend
+on nothing but the request.
 """
 
 import gc
@@ -13,7 +13,21 @@ import numpy as np
 import pytest
 from support import machine
 from support.problems import bits_of
-from support.small import HEADS, LATENT, PLAN_NAMES, ROWS, FencedWorkspace, Outputs, Small, bits, good_run, good_verify, place, place_all
+from support.small import (
+    HEADS,
+    LATENT,
+    PLAN_NAMES,
+    ROWS,
+    FencedWorkspace,
+    Outputs,
+    Small,
+    bits,
+    good_run,
+    good_verify,
+    place,
+    place_all,
+    small_for,
+)
 
 from numba_verify import planner
 from numba_verify.arrays import NUMPY_DTYPE
@@ -21,7 +35,7 @@ from numba_verify.gpu import driver
 
 pytestmark = pytest.mark.kernel
 both = pytest.mark.parametrize("name", list(machine.IMPLEMENTATIONS))
-KERNELS = {"naive": {}, "paged": {"deterministic": True}}
+KERNELS = {"naive": {}, "paged": {"deterministic": True}, "mma": {"deterministic": True}}
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 #: Arrays of the host are simulated even on a GPU machine, but the C library may have no host build there.
 host_implementations = pytest.mark.parametrize("name", ["numba_verify"] if machine.HAS_GPU else list(machine.IMPLEMENTATIONS))
@@ -33,7 +47,8 @@ def result(name, kernel, small, **changes):
 
 
 def inside(array, *gaps):
-    """The same numbers as a strided view of a larger array of NaN; gaps: elements more a dimension."""
+    """The same numbers as a strided view of a larger array of NaN; gaps: elements more a dimension, in the last one times 4 bytes."""
+    gaps = (*gaps[:-1], gaps[-1] * 4 // array.itemsize)
     whole = np.full([n + gap for n, gap in zip(array.shape, gaps, strict=True)], np.nan, array.dtype)
     part = whole[tuple(slice(n) for n in array.shape)]
     part[...] = array
@@ -44,13 +59,13 @@ def inside(array, *gaps):
 @each_kernel
 def test_pool_forms(name, kernel):
     """Contract section 2: four shapes, each dense and with gaps between rows, tokens and pages."""
-    small = Small()
+    small = small_for(kernel)
     plain = result(name, kernel, small)
     slots = small.kv_cache[:, 0]
     for pool in (slots, inside(slots, 0, 4), inside(small.kv_cache, 0, 0, 8), inside(small.kv_cache, 0, 2, 0), inside(slots, 3, 0)):
         assert result(name, kernel, small, kv_cache=pool) == plain, (pool.shape, pool.strides)
     for page_size in (2, 4):
-        paged = Small(page_size=page_size)
+        paged = small_for(kernel, page_size=page_size)
         pools = [paged.kv_cache, inside(paged.kv_cache, 0, 1, 0), inside(paged.kv_cache, 0, 3, 4)]
         pools += [pool[:, :, None] for pool in pools] + [inside(paged.kv_cache[:, :, None], 0, 0, 1, 4)]
         pools.append(np.ascontiguousarray(paged.kv_cache.transpose(1, 0, 2)).transpose(1, 0, 2))  # token-major: pages interleaved
@@ -61,7 +76,7 @@ def test_pool_forms(name, kernel):
 @both
 @each_kernel
 def test_strided_queries_and_draft_rows(name, kernel):
-    small, aside = Small(), Small(aside=True)
+    small, aside = small_for(kernel), small_for(kernel, aside=True)
     plain = result(name, kernel, small)
     head_major = np.ascontiguousarray(small.q.transpose(1, 0, 2)).transpose(1, 0, 2)
     for q in (inside(small.q, 0, 0, 4), inside(small.q, 0, 3, 0), inside(small.q, 2, 1, 8), head_major):
@@ -75,29 +90,30 @@ def test_strided_queries_and_draft_rows(name, kernel):
 @pytest.mark.parametrize("layout", ["gaps", "head_major"])
 def test_strided_out(name, kernel, layout):
     """Written through its strides: the rows of the draft tokens, not the padding, not the gaps."""
-    small, module = Small(), machine.IMPLEMENTATIONS[name]
-    whole = np.full((HEADS, ROWS, 2 * LATENT) if layout == "head_major" else (ROWS, HEADS + 1, 2 * LATENT), 7.0, np.float32)
-    out = whole.transpose(1, 0, 2)[..., :LATENT] if layout == "head_major" else whole[:, :HEADS, :LATENT]
+    small, module = small_for(kernel), machine.IMPLEMENTATIONS[name]
+    width, dtype = small.latent, small.q.dtype
+    whole = np.full((HEADS, ROWS, 2 * width) if layout == "head_major" else (ROWS, HEADS + 1, 2 * width), 7, dtype)
+    out = whole.transpose(1, 0, 2)[..., :width] if layout == "head_major" else whole[:, :HEADS, :width]
     placed = place(out)
-    before = raw_floats(placed, whole)
+    before = raw_values(placed, whole)
     module.verify_mla(**(small.verify_arguments(kernel=kernel, **KERNELS[kernel]) | {"out": placed}))
     if machine.HAS_GPU:
         offset = placed.__cuda_array_interface__["data"][0] - placed.buffer.address
         out = np.ndarray(out.shape, out.dtype, placed.bytes_back(), offset, out.strides)
     small.check(out, None)
-    assert np.count_nonzero(raw_floats(placed, whole) != before) == small.total_q * HEADS * LATENT
+    assert np.count_nonzero(raw_values(placed, whole) != before) == small.total_q * HEADS * width
 
 
-def raw_floats(placed, whole):
+def raw_values(placed, whole):
     """All memory around an output as it is now."""
-    return placed.bytes_back().view(np.float32) if machine.HAS_GPU else whole.reshape(-1).copy()
+    return placed.bytes_back().view(whole.dtype) if machine.HAS_GPU else whole.reshape(-1).copy()
 
 
 @both
 @each_kernel
 def test_tree_forms(name, kernel):
     """A DraftTree, parents, bits of any width and sign, dense masks and flat ones, with junk wherever it may stand."""
-    small, rng = Small(), np.random.default_rng(5)
+    small, rng = small_for(kernel), np.random.default_rng(5)
     plain, masks = result(name, kernel, small), small.masks()
     junk_rows = np.full(ROWS, 12345, np.int32)
     junk_rows[:small.total_q] = small.parents
@@ -118,7 +134,7 @@ def test_tree_forms(name, kernel):
 @both
 @each_kernel
 def test_no_tree_is_a_chain(name, kernel):
-    small = Small(step=1)
+    small = small_for(kernel, step=1)
     chain = [np.tril(np.ones((n, n), bool)) for n in small.counts]
     narrow = bits_of(np.concatenate([np.pad(m, ((0, 0), (0, 32 - len(m)))) for m in chain]), 1)
     small.masks = lambda: chain
@@ -128,7 +144,7 @@ def test_no_tree_is_a_chain(name, kernel):
 @both
 @each_kernel
 def test_index_widths(name, kernel):
-    small = Small(page_size=4)
+    small = small_for(kernel, page_size=4)
     plain = result(name, kernel, small)
     arrays = ("qo_indptr", "kv_indptr", "kv_indices", "kv_lens")
     for wide in [(a,) for a in arrays] + [arrays]:
@@ -139,24 +155,24 @@ def test_index_widths(name, kernel):
 @each_kernel
 def test_page_sizes_and_draft_place(name, kernel):
     """Page sizes 1, 4 and 16, draft rows in the cache and aside, kv_lens given or not (page size 1): one result, bit for bit."""
-    plain = result(name, kernel, Small())
+    plain = result(name, kernel, small_for(kernel))
     for page_size in (1, 4, 16):
         for aside in (False, True):
-            assert result(name, kernel, Small(page_size=page_size, aside=aside)) == plain, (page_size, aside)
-    assert result(name, kernel, Small(), kv_lens=None) == plain
-    assert result(name, kernel, Small(aside=True), kv_lens=None) == plain
+            assert result(name, kernel, small_for(kernel, page_size=page_size, aside=aside)) == plain, (page_size, aside)
+    assert result(name, kernel, small_for(kernel), kv_lens=None) == plain
+    assert result(name, kernel, small_for(kernel, aside=True), kv_lens=None) == plain
 
 
 @both
 @each_kernel
 def test_entries_beyond_the_lists_are_ignored(name, kernel):
     """Junk after kv_indptr[-1], entries of a request beyond its kv_lens, one page listed twice."""
-    small = Small(page_size=4)
+    small = small_for(kernel, page_size=4)
     plain = result(name, kernel, small)
     assert result(name, kernel, small, kv_indices=np.append(small.kv_indices, np.full(5, 2_000_000_000, np.int32))) == plain
     longer = np.insert(small.kv_indices, small.kv_indptr[1], 1_000_000_000)
     assert result(name, kernel, small, kv_indices=longer, kv_indptr=small.kv_indptr + np.array([0, 1, 1], np.int32)) == plain
-    shared = Small()
+    shared = small_for(kernel)
     shared.keys[1] = np.concatenate([shared.keys[0][:2], shared.keys[1][2:]])
     indices = shared.kv_indices.copy()
     indices[shared.kv_indptr[1]:shared.kv_indptr[1] + 2] = indices[:2]
@@ -198,8 +214,8 @@ def new(array, dtype):
 def test_update_within_capacities(name, kernel):
     """Other sizes, trees and forms one after the other on one plan give the bits of fresh plans; nothing of a longer step stays behind."""
     module = machine.IMPLEMENTATIONS[name]
-    options = {"kernel": kernel, "max_batch": 5, "max_total_q": 9, "max_kv_entries": 31, **KERNELS[kernel]}
-    steps = [Small(step, options=options) for step in (0, 1, 0)]
+    options = {"max_batch": 5, "max_total_q": 9, "max_kv_entries": 31, **KERNELS[kernel]}
+    steps = [small_for(kernel, step=step, options=options) for step in (0, 1, 0)]
     fresh = [bits(good_run(module.plan(**small.plan_arguments()), small)) for small in steps]
     plan = module.plan(**steps[0].plan_arguments())
     for small, expected in zip(steps, fresh, strict=True):
@@ -222,7 +238,7 @@ def test_workspace(name, kernel, monkeypatch):
     monkeypatch.setattr(planner, "Workspace", FencedWorkspace)
     for deterministic in (False, True):
         FencedWorkspace.made.clear()
-        small = Small(options={"kernel": kernel, "deterministic": deterministic, "max_batch": 7, "max_total_q": 40})
+        small = small_for(kernel, options={"deterministic": deterministic, "max_batch": 7, "max_total_q": 40})
         plan = machine.IMPLEMENTATIONS[name].plan(**small.plan_arguments())
         uploads = 4 * 40 * 2 if machine.HAS_GPU else 0  # a host DraftTree's bits: 40 rows of 2 words
         assert plan.workspace_bytes == sum(made.nbytes for made in FencedWorkspace.made) + uploads > uploads
@@ -237,10 +253,11 @@ def test_workspace(name, kernel, monkeypatch):
 
 @pytest.mark.gpu
 @both
-def test_device_memory_of_a_plan(name, monkeypatch):
+@pytest.mark.parametrize("kernel", machine.SPLITTING)
+def test_device_memory_of_a_plan(name, kernel, monkeypatch):
     """On a GPU: every byte that `plan` takes from the driver is in workspace_bytes."""
-    small, taken, take = Small(), [], driver.DeviceBuffer.__init__
-    arguments = small.plan_arguments(kernel="paged")
+    small, taken, take = small_for(kernel), [], driver.DeviceBuffer.__init__
+    arguments = small.plan_arguments()
     monkeypatch.setattr(driver.DeviceBuffer, "__init__", lambda self, nbytes, ordinal: taken.append(nbytes) or take(self, nbytes, ordinal))
     plan = machine.IMPLEMENTATIONS[name].plan(**arguments)
     assert sum(taken) == plan.workspace_bytes
@@ -249,15 +266,15 @@ def test_device_memory_of_a_plan(name, monkeypatch):
 @host_implementations
 @pytest.mark.parametrize("kernel, tree", [
     *itertools.product(("reference", "naive"), ("parents", "bits", "dense", "full_mask", "tree", "none")),
-    ("flash", "bits"), ("paged", "parents")])
+    ("flash", "bits"), ("paged", "parents"), ("mma", "bits")])
 def test_plan_keeps_no_array_of_the_caller(name, kernel, tree):
     """Index arrays may be overwritten or dropped right after `plan` and `update`: the plan has its own copies."""
-    small, module = Small(), machine.IMPLEMENTATIONS[name]
+    small, module = small_for(kernel), machine.IMPLEMENTATIONS[name]
     forms = {"parents": small.parents, "tree": small.tree, "none": None, "bits": small.tree.visibility.copy(),
              "dense": np.stack([np.pad(m, ((0, 3 - len(m)), (0, 3 - len(m)))) for m in small.masks()]), "full_mask": np.ones(21, bool)}
     arguments = {key: getattr(small, key).copy() for key in PLAN_NAMES if key != "tree"} | {"tree": forms[tree]}
     own = [a for a in arguments.values() if isinstance(a, np.ndarray)]
-    options = {key: value for key, value in small.plan_arguments(kernel=kernel).items() if key not in PLAN_NAMES}
+    options = {key: value for key, value in small.plan_arguments().items() if key not in PLAN_NAMES}
     run = {"q": small.q, "kv_cache": small.kv_cache, "sm_scale": 0.125}
     plan = module.plan(**arguments, **options)
     before = plan.run(**run)[:4].tobytes()

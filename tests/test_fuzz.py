@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from support import machine, oracle
 from support.problems import Case, build
 
-KERNELS = [("numba_verify", "naive"), ("numba_verify", "paged")]
-if "cuda_ref" in machine.IMPLEMENTATIONS:
-    KERNELS += [("cuda_ref", kernel) for kernel in machine.KERNELS]
+MMA = [("numba_verify", "mma"), ("cuda_ref", "mma")]
+OTHERS = [("numba_verify", "naive"), ("numba_verify", "paged"), ("cuda_ref", "naive"), ("cuda_ref", "flash"), ("cuda_ref", "paged")]
 #: (latent_dim, rope_dim), simplest first, so that Hypothesis shrinks towards small rows. On a GPU each costs a compile of its own.
 DIMS = [(32, 0), (64, 32), (128, 64), (256, 32)]
+MMA_DIMS = [(512, 64)] if machine.HAS_GPU else [(128, 64), (256, 64), (512, 0)]
 
 
 @st.composite
@@ -30,34 +30,42 @@ def trees(draw, most=6):
 
 
 @st.composite
-def cases(draw):
-    forest = draw(st.lists(trees(), max_size=3))
+def cases(draw, dims, dtypes, most_nodes, heads):
+    forest = draw(st.lists(trees(most_nodes), max_size=3))
     # one length in three is 0, and some lie across the border of a key tile (16 or 32 keys)
     prefix = tuple(draw(st.one_of(st.just(0), st.integers(1, 8), st.integers(14, 34))) for _ in forest)
-    latent, rope = draw(st.sampled_from(DIMS))
+    latent, rope = draw(st.sampled_from(dims))
     visibility = draw(st.sampled_from(["tree", "tree", "random", "blind"]))
     forms = ["bits", "bits_int32", "dense", "full_mask", "full_mask_uint8"]
     form = draw(st.sampled_from(["draft_tree", "parents", "none", *forms] if visibility == "tree" else forms))
     wide = tuple(draw(st.lists(st.sampled_from(["qo_indptr", "kv_indptr", "kv_indices", "kv_lens"]), unique=True)))
-    return Case("fuzz", "found by Hypothesis", tuple(forest), prefix, heads=draw(st.sampled_from([1, 2, 3, 8, 9])),
+    return Case("fuzz", "found by Hypothesis", tuple(forest), prefix, heads=draw(st.sampled_from(heads)),
                 latent_dim=latent, rope_dim=rope,
-                dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])), page_size=draw(st.sampled_from([1, 1, 2, 5, 16])),
+                dtype=draw(st.sampled_from(dtypes)), page_size=draw(st.sampled_from([1, 1, 2, 5, 16])),
                 draft_in_cache=draw(st.booleans()), tree_form=form, wide=wide, sm_scale=draw(st.sampled_from([None, 0.0, -0.1, 0.5])),
                 logit_cap=draw(st.sampled_from([0.0, 0.0, 2.0])), visibility=visibility, deterministic=draw(st.booleans()),
                 padding_rows=draw(st.integers(0, 3)), row_gap=draw(st.sampled_from([0, 0, 16])), seed=draw(st.integers(0, 2**16)))
 
 
-def run_case(case):
-    """Every kernel on `case`, guards and numbers checked."""
+def run_case(case, places):
+    """The kernels `places` on `case`, guards and numbers checked."""
     problem = build(case)
-    results = {place: machine.Call(*place, problem)() for place in KERNELS}  # before the oracle: freed memory could hold the right answer
+    results = {place: machine.Call(*place, problem)() for place in places}  # before the oracle: freed memory could hold the right answer
     answer = oracle.solve(problem)
     for (name, kernel), (out, lse) in results.items():
         oracle.check(problem, answer, out, lse, f"{name} {kernel}")
 
 
 @pytest.mark.kernel
-@given(cases())
+@given(cases(DIMS, ["float32", "bfloat16", "float16"], 6, [1, 2, 3, 8, 9]))
 def test_fuzz(case):
-    note(f'repro: PYTHONPATH=.:tests python -c "from test_fuzz import *; run_case({case!r})"')
-    run_case(case)
+    note(f'repro: PYTHONPATH=.:tests python -c "from test_fuzz import *; run_case({case!r}, OTHERS)"')
+    run_case(case, OTHERS)
+
+
+@pytest.mark.kernel
+@given(cases(MMA_DIMS, ["bfloat16", "float16"], 12, [1, 3, 8, 9, 20]))
+def test_fuzz_mma(case):
+    """Tiles of 16 and of 32 rows, with the borders of tokens anywhere in them."""
+    note(f'repro: PYTHONPATH=.:tests python -c "from test_fuzz import *; run_case({case!r}, MMA)"')
+    run_case(case, MMA)

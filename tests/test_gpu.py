@@ -77,7 +77,7 @@ class Buffers:
 def expected(name, kernel, requests):
     """The same step by a plan of its own capacities-independent bits: deterministic, eager."""
     return [(out.tobytes(), lse.tobytes()) for out, lse in
-            batches.call(name, kernel, requests, Layout(form="parents"), deterministic=kernel == "paged")]
+            batches.call(name, kernel, requests, Layout(form="parents"), deterministic=kernel in machine.SPLITTING)]
 
 
 @pytest.mark.parametrize("name, kernel", KERNELS)
@@ -85,7 +85,7 @@ def test_graph_replay_with_other_lengths_and_trees(name, kernel):
     """update and run captured once, replayed after the buffers changed: bits equal an eager call on the new step."""
     buffers, first = Buffers(), step_requests(STEPS[0])
     buffers.write(first)
-    plan = buffers.plan(name, kernel, deterministic=kernel == "paged")
+    plan = buffers.plan(name, kernel, deterministic=kernel in machine.SPLITTING)
     with new_stream() as stream:
         def record(handle):
             buffers.update(plan, handle)
@@ -93,7 +93,7 @@ def test_graph_replay_with_other_lengths_and_trees(name, kernel):
 
         record(stream)
         graph = Graph(stream, record)
-        launches = 2 + (2 if kernel == "paged" else 1)
+        launches = 2 + (2 if kernel in machine.SPLITTING else 1)
         # Only kernels: no allocation, no copy, nothing that escaped the capture.
         assert graph.kinds == ["CU_GRAPH_NODE_TYPE_KERNEL"] * launches
         for i, step in enumerate([*STEPS, STEPS[0]]):
@@ -108,7 +108,7 @@ def test_captured_run_follows_updates_outside_the_graph(name, kernel):
     """run alone captured; update called eagerly in between, with arrays of its own and a host DraftTree."""
     buffers = Buffers()
     buffers.write(step_requests(STEPS[0]))
-    plan = buffers.plan(name, kernel, deterministic=kernel == "paged")
+    plan = buffers.plan(name, kernel, deterministic=kernel in machine.SPLITTING)
     with new_stream() as stream:
         buffers.run(plan, stream)
         graph = Graph(stream, lambda handle: buffers.run(plan, handle))
@@ -123,10 +123,11 @@ def test_captured_run_follows_updates_outside_the_graph(name, kernel):
 
 
 @pytest.mark.parametrize("name", machine.IMPLEMENTATIONS)
-def test_what_cannot_be_captured_is_refused_and_the_capture_lives_on(name):
+@pytest.mark.parametrize("kernel", machine.SPLITTING)
+def test_what_cannot_be_captured_is_refused_and_the_capture_lives_on(name, kernel):
     buffers = Buffers()
     buffers.write(step_requests(STEPS[0]))
-    plan, checking = buffers.plan(name, "paged"), buffers.plan(name, "paged", validate=True)
+    plan, checking = buffers.plan(name, kernel), buffers.plan(name, kernel, validate=True)
     a = buffers.arrays
     tree = DraftTree.from_lists([list(tree) for tree, _ in STEPS[0]])
 
@@ -138,7 +139,7 @@ def test_what_cannot_be_captured_is_refused_and_the_capture_lives_on(name):
         with pytest.raises(ValueError, match="validate=True synchronises and cannot be captured"):
             buffers.run(checking, stream)
         with pytest.raises(ValueError, match="plan: it allocates and cannot be captured"):
-            buffers.plan(name, "paged", stream=stream)
+            buffers.plan(name, kernel, stream=stream)
         buffers.run(plan, stream)
 
     with new_stream() as stream:
@@ -215,8 +216,8 @@ def test_pool_beyond_2_31_elements(name, kernel):
     module = machine.IMPLEMENTATIONS[name]
     tree = DraftTree.from_lists([list(request.parents)])
     got = module.verify_mla(to_device(request.q), pool, to_device(np.array([0, 4])), to_device(np.array([0, 64])), to_device(far), tree=tree,
-                            sm_scale=DIMS ** -0.5, kernel=kernel, return_lse=True, deterministic=kernel == "paged")
-    (out, lse), = batches.call(name, kernel, [request], deterministic=kernel == "paged")
+                            sm_scale=DIMS ** -0.5, kernel=kernel, return_lse=True, deterministic=kernel in machine.SPLITTING)
+    (out, lse), = batches.call(name, kernel, [request], deterministic=kernel in machine.SPLITTING)
     assert machine.fetch(got[0]).tobytes() == out.tobytes() and machine.fetch(got[1]).tobytes() == lse.tobytes()
 
 

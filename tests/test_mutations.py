@@ -6,30 +6,42 @@ The mutants and their reasons are data in support/mutant_list.py. They run in th
 import re
 
 import pytest
-from support import mutants
-from support.mutant_list import BARRIERS as MODULES_WITH_BARRIERS
-from support.mutant_list import MUTANTS, SMALL, SPECIAL_CASES, Mutant
-from support.mutants import StaleMutant, barrier_mutants, mutate, mutated_kernels, run_and_check, simulated
+from support import machine, mutants
+from support.mma_cases import MMA
+from support.mma_mutants import MMA_MUTANTS, SIGNAL_MODULES
+from support.mutant_list import MUTANTS, SMALL, Mutant
+from support.mutants import (
+    MODULES_WITH_BARRIERS,
+    SPECIAL_BARRIERS,
+    StaleMutant,
+    barrier_mutants,
+    mutate,
+    mutated_kernels,
+    run_and_check,
+    signal_mutants,
+    simulated,
+)
 
 from numba_verify.gpu.simulator import SimulatorError
 
 pytestmark = pytest.mark.kernel
 
-BARRIERS = barrier_mutants()
+BARRIERS, SIGNALS = barrier_mutants(), signal_mutants()
 #: Cases of the race checker have their control in test_races.py.
-CONTROLS = {f"{mutant.case}-{'_'.join(map(str, mutant.case.prefix))}-{mutant.kernel}": mutant for mutant in MUTANTS}
+CONTROLS = {f"{mutant.case}-{'_'.join(map(str, mutant.case.prefix))}-{mutant.kernel}-{mutant.tile or ''}": mutant
+            for mutant in MUTANTS + MMA_MUTANTS + SIGNALS[:1]}
 
 
 @pytest.mark.parametrize("mutant", CONTROLS.values(), ids=CONTROLS)
 def test_the_kernels_as_they_are_pass(mutant, monkeypatch):
     """The other half of every test below: the case itself is not what fails."""
-    with simulated(monkeypatch):
+    with simulated(monkeypatch, tile=mutant.tile, check_races=mutant.races):
         run_and_check(mutant.case, mutant.kernel)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS + BARRIERS, ids=str)
+@pytest.mark.parametrize("mutant", MUTANTS + MMA_MUTANTS + BARRIERS + SIGNALS, ids=str)
 def test_mutant_is_caught(mutant, monkeypatch, tmp_path):
-    with mutated_kernels(mutant, tmp_path) as modules, simulated(monkeypatch, modules, check_races=mutant.races) as launched:
+    with mutated_kernels(mutant, tmp_path) as modules, simulated(monkeypatch, modules, mutant.tile, check_races=mutant.races) as launched:
         with pytest.raises((AssertionError, SimulatorError), match=mutant.caught):
             run_and_check(mutant.case, mutant.kernel)
     assert launched
@@ -45,8 +57,8 @@ def test_a_stale_mutation_says_so():
 
 def test_a_copy_without_a_defect_passes(monkeypatch, tmp_path):
     """The machinery itself breaks nothing: what a mutant does is due to its edit."""
-    for kernel in ("naive", "flash", "paged"):
-        nothing = Mutant("nothing", kernel, (), SMALL, "")
+    for kernel in machine.KERNELS:
+        nothing = Mutant("nothing", kernel, (), MMA if kernel == "mma" else SMALL, "")
         folder = tmp_path / kernel
         folder.mkdir()
         with mutated_kernels(nothing, folder) as modules, simulated(monkeypatch, modules) as launched:
@@ -57,7 +69,8 @@ def test_a_copy_without_a_defect_passes(monkeypatch, tmp_path):
 
 def test_every_barrier_is_tried():
     found = sum(mutants.source_of(path.stem).count("bar_sync()\n") for path in mutants.KERNELS_FOLDER.glob("*.py"))
+    assert {mutant.edits[0][0] for mutant in SIGNALS} == set(SIGNAL_MODULES)
     assert len(BARRIERS) == found, "a module with barriers is missing in support.mutant_list.BARRIERS"
     sources = "".join(mutants.source_of(module) for module in MODULES_WITH_BARRIERS)
-    for comment in SPECIAL_CASES:
+    for comment in SPECIAL_BARRIERS:
         assert comment in sources, f"no barrier has this comment any more: {comment}"

@@ -6,6 +6,9 @@ columns a thread owns (latent_dim) and, for `paged`, on the work list that stays
 are widened before the loop and narrowed after it. So every tile is compiled in bfloat16 at 512/64; at 16 x 16 alone, the tile with the
 most registers, also the deterministic kernels, the other dtypes, and the layouts without rope and with one column a thread (128/64 is the
 latter with another constant). NUMBA_VERIFY_ALL_VARIANTS=1 compiles the whole product instead.
+
+`mma` takes 5 s a variant. Every tile is compiled for the architectures with a GPU that can run it (shared memory; 64 rows need setmaxnreg);
+the tile of 64 rows, which leaves no register free, also deterministic, in float16 and without rope (narrower rows need fewer).
 """
 
 import itertools
@@ -15,15 +18,16 @@ import re
 import pytest
 
 from asv_bench.benchmarks import common
-from numba_verify.backend import kernel_sources
+from numba_verify.backend import kernel_sources, mma_sources
 from numba_verify.errors import UnsupportedError
 from numba_verify.gpu import driver, sass
 from numba_verify.gpu.compile import OFFLINE_ARCHITECTURES, compile_kernel
 from numba_verify.kernels.config import SMALLEST_SHARED_BYTES, TILE_CONFIGS, Shape, TileConfig, choose_tile, unsupported_shape
+from numba_verify.kernels.mma_config import MMA_TILES, MmaConfig, MmaTile, Registers, choose_mma_tile, layout
 
 DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ((512, 64), (512, 0), (256, 64), (128, 64))
-TUNED, LARGEST = Shape(512, 64, "bfloat16"), TileConfig(16, 16)
+TUNED, LARGEST, REGISTERS = Shape(512, 64, "bfloat16"), TileConfig(16, 16), Registers(144, 168, 32)
 #: Registers of one SM on every architecture here, and the unit in which a thread gets them.
 SM_REGISTERS, REGISTER_UNIT = 65_536, 8
 #: Registers are ptxas's affair and differ by architecture; which instructions a kernel is made of does not, and disassembling costs 0.5 s.
@@ -45,7 +49,23 @@ def shipped_variants():
     return {source.variant: source for source in sources}
 
 
+def mma_variants():
+    """(KernelSource, architecture) of the variants of mma, see the module docstring."""
+    runs = [(tile, arch) for tile in MMA_TILES for arch in OFFLINE_ARCHITECTURES
+            if tile.shared_bytes(TUNED) <= common.SHARED_BYTES[arch] and (arch == "sm_90a" or tile.registers is None)]
+    grid = [(TUNED, tile, False, arch) for tile, arch in runs]
+    if os.environ.get("NUMBA_VERIFY_ALL_VARIANTS"):
+        grid = [(Shape(*layout, dtype), tile, fixed, arch)
+                for (tile, arch), layout, dtype, fixed in itertools.product(runs, LAYOUTS, DTYPES[:2], (False, True))]
+    else:
+        full = MMA_TILES[0]
+        grid += [(TUNED, full, True, "sm_90a"), (Shape(512, 64, "float16"), full, False, "sm_90a")]
+        grid += [(Shape(*LAYOUTS[1], "bfloat16"), full, False, "sm_90a")]
+    return [(mma_sources(shape, tile, fixed, arch != "sm_80")["mma"], arch) for shape, tile, fixed, arch in grid]
+
+
 VARIANTS = shipped_variants()
+MMA_VARIANTS = mma_variants()
 CASES = [pytest.param(variant, arch, id=f"{variant}-{arch}") for variant in VARIANTS for arch in OFFLINE_ARCHITECTURES]
 
 
@@ -63,11 +83,28 @@ def test_resources(variant, arch):
         check_instructions(variant, got_opcodes(variant, arch))
 
 
+@pytest.mark.parametrize("source, arch", MMA_VARIANTS, ids=lambda value: getattr(value, "variant", value))
+def test_resources_of_mma(source, arch):
+    """The same of mma, one block of which fills an SM: its shared memory fits the architecture, and 512 threads share its registers."""
+    got = compile_kernel(source, arch).resources
+    assert (got.stack_bytes, got.spill_store_bytes, got.spill_load_bytes) == (0, 0, 0), f"{source.variant} {arch}: {got}"
+    assert got.shared_bytes <= common.SHARED_BYTES[arch]
+    assert 0 < got.registers <= SM_REGISTERS // source.threads
+    opcodes = opcodes_of(source, arch)
+    check_instructions(source.variant, opcodes)
+    handed_over = [name for name in opcodes if "SETMAXREG" in name]
+    assert len(handed_over) == (3 if opcodes and source.config.tile.registers else 0), f"{source.variant} {arch}: {handed_over}"
+
+
 def got_opcodes(variant, arch):
+    return opcodes_of(VARIANTS[variant], arch)
+
+
+def opcodes_of(source, arch):
     """Opcodes of the variant's one kernel; an empty list where nvdisasm is missing, which test_nvdisasm reports."""
     if sass.find_nvdisasm() is None:
         return []
-    cubin = compile_kernel(VARIANTS[variant], arch)
+    variant, cubin = source.variant, compile_kernel(source, arch)
     listing = sass.opcodes(cubin.code)
     assert list(listing) == [cubin.symbol], f"{variant}: expected one kernel in the cubin and no function beside it, got {list(listing)}"
     return listing[cubin.symbol]
@@ -82,6 +119,10 @@ def check_instructions(variant, opcodes):
         # One site each for queries and keys (an unrolled loop has more), through the read-only path.
         wide = [name for name in opcodes if name.startswith("LDG.E.128")]
         assert len(wide) >= 2, f"{variant}: KV and q must be fetched 16 bytes at a time, got {sorted(set(opcodes) & set(wide))}"
+    if opcodes and variant.startswith("mma"):
+        for pattern, what in ((r"HMMA\.16816\.F32", "products on tensor cores"), (r"LDSM\.16\.M88\.4", "fragments of keys and weights"),
+                              (r"LDSM\.16\.MT88\.4", "transposed fragments of values"), (r"LDGSTS\.E\.\S*128", "asynchronous copies of 16 bytes")):
+            assert any(re.match(pattern, name) for name in opcodes), f"{variant}: {what}: no {pattern}"
 
 
 def test_nvdisasm():
@@ -93,6 +134,8 @@ def test_nvdisasm():
             check_instructions("naive", ["MOV", wrong])
     with pytest.raises(AssertionError, match="16 bytes"):
         check_instructions("flash_x", ["LDG.E.64", "LDG.E.128", "LDG.E"])
+    with pytest.raises(AssertionError, match="transposed"):
+        check_instructions("mma_x", ["HMMA.16816.F32.BF16", "LDSM.16.M88.4"])
 
 
 def test_the_naive_kernel_shares_nothing():
@@ -108,7 +151,9 @@ def test_registers_beside_the_twin(capsys):
         pytest.skip("no nvcc: the CUDA C twin cannot be compiled here")
     architectures = (driver.device_info(0).arch,) if driver.device_count() else OFFLINE_ARCHITECTURES
     rows = common.numba_resources(architectures) + common.cuda_ref_resources(architectures)
-    assert len(rows) == 2 * len(common.COMPILED) * len(architectures), "a kernel of one implementation has no counterpart in the other"
+    ours, twins = ({(row.kernel, row.arch) for row in rows if row.impl == impl} for impl in common.IMPLEMENTATIONS)
+    assert ours == twins, "a kernel of one implementation has no counterpart in the other"
+    assert {kernel for kernel, _ in ours} == set(common.COMPILED)
     with capsys.disabled():
         print("\n" + common.format_resources(rows))
 
@@ -189,8 +234,62 @@ def test_the_number_of_heads_chooses_the_tile(heads, tile):
     assert choose_tile(heads) == TileConfig(*tile)
 
 
+def test_the_tiles_of_mma():
+    """Their shared memory at 512/64, counted by hand, and the device that it is meant for."""
+    row = 2 * 576
+    for tile, limit in zip(MMA_TILES, ("sm_90a", "sm_90a", "sm_80", "sm_120", "sm_90a", "sm_80", "sm_120"), strict=True):
+        weights = 2 * tile.groups * tile.rows * tile.keys
+        floats, marks, barriers = 4 * tile.rows * (1 + 4 * tile.groups), 2 * 16, 8 * (tile.full_barriers + tile.blocks)
+        counted = (tile.rows + 16 * tile.blocks) * row + weights + floats + marks + barriers
+        assert 0 <= tile.shared_bytes(TUNED) - counted <= 256, "cursors and padding"
+        assert tile.shared_bytes(TUNED) <= common.SHARED_BYTES[limit]
+    assert len(set(map(str, MMA_TILES))) == len(MMA_TILES)
+
+
+@pytest.mark.parametrize("layout_of_rows", LAYOUTS, ids=lambda layout: f"{layout[0]}_{layout[1]}")
+@pytest.mark.parametrize("tile", MMA_TILES, ids=str)
+def test_arrays_of_mma_do_not_overlap(tile, layout_of_rows):
+    shape = Shape(*layout_of_rows, "bfloat16")
+    at = layout(shape, tile)
+    assert list(at) == sorted(set(at)) and all(offset % 16 == 0 for offset in at)
+    assert at.q % 128 == at.ring % 128 == 0, "the swizzle counts from there"
+    assert at.weights - at.ring == 2 * shape.row_dim * 16 * tile.blocks and at.ring - at.q == 2 * shape.row_dim * tile.rows
+    assert at.empty - at.full >= 8 * tile.full_barriers and tile.full_barriers >= tile.groups * tile.key_blocks
+
+
+@pytest.mark.parametrize("rows, h200, a100, sm120", [
+    (1, "m16k32b11", "m16k32b7", "m16k16b4"), (16, "m16k32b11", "m16k32b7", "m16k16b4"), (17, "m32k32b9", "m32k32b6", "m32k16b3"),
+    (32, "m32k32b9", "m32k32b6", "m32k16b3"), (33, "m64k32b8", "m32k32b6", "m32k16b3"), (100_000, "m64k32b8", "m32k32b6", "m32k16b3")])
+def test_rows_and_device_choose_the_tile_of_mma(rows, h200, a100, sm120):
+    for expected, arch in ((h200, "sm_90a"), (a100, "sm_80"), (sm120, "sm_120")):
+        assert str(choose_mma_tile(TUNED, rows, common.SHARED_BYTES[arch], arch == "sm_90a")) == expected
+    assert choose_mma_tile(TUNED, rows, 95_000, True) is None
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ((48, 32, 8, 2), "rows: expected 16, 32 or 64, got 48"),
+    ((32, 64, 8, 2), "keys: expected 16 or 32, got 64"),
+    ((64, 32, 8, 1, REGISTERS), "row_warps: expected 1 or 2, for 16 or 32 rows a warp, got 1 for 64 rows"),
+    ((16, 32, 8, 2), "row_warps: expected 1 or 2, for 16 or 32 rows a warp, got 2 for 16 rows"),
+    ((32, 32, 1, 1), "blocks: expected at least 2 (one step of 32 keys), got 1"),
+    ((64, 32, 8, 2), "rows=64: the output takes 128 registers a thread of the value warps, so registers must be handed over"),
+])  # fmt: skip
+def test_a_tile_of_mma_that_does_not_add_up_refuses_itself(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MmaTile(*arguments)
+
+
+def test_rows_that_mma_does_not_take_are_refused():
+    """Whoever builds the kernel without asking `can_run`, whose texts test_errors has."""
+    for shape, message in ((Shape(512, 64, "float32"), "dtype float32"), (Shape(96, 64, "float16"), "latent_dim=96"),
+                           (Shape(512, 32, "bfloat16"), "rope_dim=32")):
+        with pytest.raises(UnsupportedError, match=f"{message}: kernel='mma' takes .*; kernel='paged' would run"):
+            MmaConfig(shape, MMA_TILES[0], False, True)
+
+
 def test_configurations_are_frozen():
-    for config in (TUNED, LARGEST, *(source.config for source in VARIANTS.values())):
+    configs = [source.config for source in VARIANTS.values()] + [source.config for source, _ in MMA_VARIANTS]
+    for config in (TUNED, LARGEST, *MMA_TILES, *configs):
         with pytest.raises(AttributeError):
-            config.head_tile = 1
+            config.tile = 1
         assert hash(config) is not None

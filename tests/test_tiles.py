@@ -1,44 +1,60 @@
-"""Each of the three tile configurations, whatever the number of heads would choose, in both implementations."""
+"""Each tile configuration, whatever the number of heads or of rows would choose: flash and paged of both implementations, mma of
+numba_verify. mma in CUDA C has such tests in test_cuda_ref_mma.py."""
 
 import functools
+import importlib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import cases, machine, oracle
+from support import cases, machine, mma_cases, oracle
 from support.problems import build
 
-import cuda_ref.backend
-import numba_verify.backend
 from numba_verify.api import make_api
-from numba_verify.kernels.config import TILE_CONFIGS
+from numba_verify.gpu import driver
+from numba_verify.kernels.config import TILE_CONFIGS, Shape
+from numba_verify.kernels.mma_config import MMA_TILES
 from numba_verify.planner import Implementation
 
 pytestmark = pytest.mark.kernel
 
 # Heads that fill, overfill and underfill a tile of 8 and of 16; a prefix that ends inside a tile of 16 and of 32; a cut tile.
 NAMES = ("ragged", "nine_heads", "three_heads", "full_row_fp32", "nan_draft_aside", "split")
+# The same of a tile of 16, 32 and 64 rows, in rows of every size; a ring used more than once; peaks that move in every group; poison.
+MMA_NAMES = ("rows_21", "rows_63", "full_row_heads", "no_rope_heads", "rounds", "cut_aside", "random_70", "rise_again", "nan_hidden_word",
+             "inf_hidden")
+ON_TILES = [(case, kernel, tile, name) for case in cases.CORRECTNESS if case.name in NAMES
+            for kernel in ("flash", "paged") for tile in TILE_CONFIGS for name in machine.IMPLEMENTATIONS]
+ON_TILES += [(case, "mma", tile, "numba_verify") for case in mma_cases.ALL if case.name in MMA_NAMES for tile in MMA_TILES]
 
 
-def with_tile(name, index):
-    """verify_mla of an implementation with tile configuration number `index`."""
-    if name == "numba_verify":
-        module, make = numba_verify.backend, functools.partial(numba_verify.backend.make_executor, tile=TILE_CONFIGS[index])
-    else:
-        # nvr_tile_config counts from 1 in the same order; 0 leaves the choice to the library
-        module, make = cuda_ref.backend, functools.partial(cuda_ref.backend.Executor, tile_config=index + 1)
+def with_tile(name, tile):
+    """verify_mla of an implementation with `tile`."""
+    module = importlib.import_module(f"{name}.backend")
+    make = functools.partial(module.make_executor, tile=tile)
     # A name of its own: plans that verify_mla keeps must not be shared with another tile's.
-    implementation = Implementation(f"{name} {TILE_CONFIGS[index]}", module.AVAILABLE, module.support, make, "reference")
+    implementation = Implementation(f"{name} {tile}", module.AVAILABLE, module.support, make, "reference")
     return SimpleNamespace(verify_mla=make_api(implementation, module.warm).verify_mla)
 
 
-@pytest.mark.parametrize("index", range(len(TILE_CONFIGS)), ids=[str(tile) for tile in TILE_CONFIGS])
-@pytest.mark.parametrize("kernel", ["flash", "paged"])
-@pytest.mark.parametrize("name", machine.IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", [c for c in cases.CORRECTNESS if c.name in NAMES], ids=str)
-def test_tile(case, name, kernel, index, monkeypatch):
+@pytest.mark.parametrize("case, kernel, tile, name", ON_TILES, ids=str)
+def test_tile(case, kernel, tile, name, monkeypatch):
+    if machine.HAS_GPU and kernel == "mma" and (limit := beyond_this_gpu(tile)):
+        pytest.skip(limit)
     problem = build(case)
-    monkeypatch.setitem(machine.IMPLEMENTATIONS, "tile under test", with_tile(name, index))
+    monkeypatch.setitem(machine.IMPLEMENTATIONS, "tile under test", with_tile(name, tile))
     out, lse = machine.Call("tile under test", kernel, problem)()
-    oracle.check(problem, oracle.solve(problem), out, lse, f"{case} {kernel} {name} {TILE_CONFIGS[index]}")
+    oracle.check(problem, oracle.solve(problem), out, lse, f"{case} {kernel} {name} {tile}")
     assert not np.isnan(lse[:problem.total_q]).any() or case.nan_at
+
+
+def beyond_this_gpu(tile):
+    """Why this GPU cannot run a tile of mma at 512/64, the largest row here."""
+    info, need = driver.device_info(0), tile.shared_bytes(Shape(512, 64, "bfloat16"))
+    if need > info.shared_bytes:
+        return f"{tile} needs {need:,} B of shared memory, {info.name} has {info.shared_bytes:,} B"
+    return f"{tile} hands over registers, {info.name} ({info.arch}) cannot" if tile.registers and not info.arch.endswith("a") else ""
+
+
+def test_no_case_is_missing():
+    assert {case.name for case, *_ in ON_TILES} == {*NAMES, *MMA_NAMES}

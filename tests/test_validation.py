@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import machine
 from support.problems import bits_of
-from support.small import HEADS, LATENT, ROWS, SLOTS, FencedWorkspace, Outputs, Small, bits, good_run, good_verify
+from support.small import HEADS, LATENT, ROWS, SLOTS, FencedWorkspace, Outputs, Small, bits, good_run, good_verify, small_for
 
 from numba_verify import planner
 from numba_verify.gpu import simulator
@@ -233,7 +233,7 @@ def run_malformed(name, kernel, changes, monkeypatch, **options):
     """Plan and run without validation; every write stays inside out, lse and the workspace."""
     monkeypatch.setattr(FencedWorkspace, "made", [])
     monkeypatch.setattr(planner, "Workspace", FencedWorkspace)
-    module, small = machine.IMPLEMENTATIONS[name], Small(options={"max_total_q": ROWS, "validate": False, "kernel": kernel, **options})
+    module, small = machine.IMPLEMENTATIONS[name], small_for(kernel, options={"max_total_q": ROWS, "validate": False, **options})
     small.kv_cache[:] = 1.0  # any entry may be read: a NaN would hide a row that was not written
     outputs = Outputs(small, written=None)
     try:
@@ -296,13 +296,13 @@ def test_fewer_rows_than_the_step_has(name, kernel, monkeypatch):
     """qo_indptr[-1] = 6, but q, out and lse have 3, 2 and 5 rows: the rows that all have are written."""
     monkeypatch.setattr(planner, "Workspace", FencedWorkspace)
     module = machine.IMPLEMENTATIONS[name]
-    small = Small(options={"max_total_q": ROWS, "kernel": kernel})
+    small = small_for(kernel, options={"max_total_q": ROWS})
     plan = module.plan(**small.plan_arguments(qo_indptr=int32(0, 3, 6), tree=FORMS["parents"]))
     for q, out, lse in ((3, 6, 6), (6, 2, 6), (6, 6, 1)):
         outs, lses = Outputs(small, min(q, out, lse), out), Outputs(small, min(q, out, lse), lse)
         plan.run(**small.run_arguments(q=small.q[:q], out=outs.out, lse=lses.lse))
         written, _ = outs.check()
-        assert np.isfinite(written[:min(q, out, lse)]).all()
+        assert np.isfinite(written[:min(q, out, lse)].astype(np.float32)).all()
         lses.check()
 
 

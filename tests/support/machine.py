@@ -5,22 +5,35 @@ On the GPU the suite needs no array library: it uses the package's own minimal d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 import cuda_ref
 import numba_verify
-from numba_verify.gpu import driver
+from numba_verify.gpu import driver, simulator
 from numba_verify.gpu.device_array import DeviceArray, to_device, upload
 
 from .poison import Guarded
 from .problems import Problem
 
-KERNELS = ("naive", "flash", "paged")
+KERNELS = ("naive", "flash", "paged", "mma")
+#: Kernels that cut tiles: there deterministic=True is another code path. The others keep its promise without being asked.
+SPLITTING = ("paged", "mma")
 IMPLEMENTATIONS = {"numba_verify": numba_verify, "cuda_ref": cuda_ref}
+#: (latent_dim, rope_dim) of mma in cuda_ref, which is compiled ahead.
+TWIN_LAYOUTS = ((512, 64), (512, 0), (256, 64), (128, 64))
 HAS_GPU = driver.device_count() > 0
 PLACE = f"{driver.device_info(0).name}" if HAS_GPU else "simulator (numba_verify) and host build (cuda_ref)"
+
+
+def takes(name: str, kernel: str, latent_dim: int, rope_dim: int, dtype: str) -> bool:
+    """Whether `kernel` of implementation `name` runs such rows; test_errors holds both to it. mma: 16-bit rows of whole 128-byte segments."""
+    if kernel != "mma":
+        return True
+    layout = latent_dim in (128, 256, 512) and rope_dim in (0, 64, 128) if name != "cuda_ref" else (latent_dim, rope_dim) in TWIN_LAYOUTS
+    return layout and dtype != "float32"
 
 
 def put(array: Any) -> Any:
@@ -44,6 +57,22 @@ def fetch(array: Any) -> np.ndarray:
     if isinstance(array, DeviceArray):
         return array.numpy()
     return array.copy_to_host()  # a new output for a caller with no library of its own is a numba device array
+
+
+def launch(source: Any, grid: tuple[int, int], arguments: Sequence[Any]) -> None:
+    """Run one kernel (a KernelSource) where the kernels run. Its arrays are NumPy arrays, and hold what it left there afterwards."""
+    if not HAS_GPU:
+        kernel = source.build(simulator.language(), source.config)
+        simulator.launch(kernel, grid=grid, block=source.threads, shared_bytes=source.shared_bytes, args=arguments)
+        return
+    from numba_verify.gpu.launch import LoadedKernel
+
+    placed = [to_device(a) if isinstance(a, np.ndarray) else a for a in arguments]
+    with driver.context(0):
+        LoadedKernel(source, 0).launch(0, grid, [a.buffer.address if isinstance(a, DeviceArray) else a for a in placed])
+    for array, copy in zip(arguments, placed, strict=True):
+        if isinstance(array, np.ndarray):
+            array[...] = copy.numpy()
 
 
 class Call:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from numba_verify.kernels.mma_config import MmaTile
+
 from .problems import Case
 
 # What reports a mutant: patterns of the messages of the checks that exist.
@@ -24,8 +26,13 @@ PAGES = replace(SMALL, name="mutant_pages", page_size=4)
 CAP = replace(SMALL, name="mutant_cap", logit_cap=2.0)
 ASIDE = replace(SMALL, name="mutant_aside", draft_in_cache=False)
 HIDDEN_NAN = replace(SMALL, name="mutant_hidden_nan", nan_at=(1, 19))
-# 9 and 10 KV tiles, cut after 8 and 16: the second CTA ends one tile and begins the next, and so leaves two partials.
-SPLIT = replace(SMALL, name="mutant_split", trees=((-1,), (-1,)), prefix=(140, 150))
+# 29, 10, 1, 1 and 1 KV tiles, cut evenly after 11, 22 and 33: the third CTA ends one tile and begins the next, and so leaves two partials; the
+# last one has whole tiles as well.
+SPLIT = replace(SMALL, name="mutant_split", trees=((-1,), (-1,), (-1, 0, 0)), prefix=(460, 150, 5))
+# 26 KV tiles of one row on CTAs of their own, 7 each: some neither begin the tile nor end it.
+APART = replace(SMALL, name="mutant_apart", trees=((-1,),), prefix=(400,))
+# 25 and 15, two CTAs each. Request r has its first CTA from thread r, and CTA r looks for it.
+TWO_APART = replace(SMALL, name="mutant_two_apart", trees=((), (), (-1,), (-1,)), prefix=(0, 0, 390, 230))
 # Pieces of 1024 keys: two of the first request, and a request that is not cut.
 FIXED = replace(SMALL, name="mutant_fixed", trees=((-1,), (-1,)), prefix=(1030, 9), heads=1, deterministic=True)
 FAR = replace(SMALL, name="mutant_far", trees=((-1,),), prefix=(1,), heads=1)
@@ -34,7 +41,7 @@ FAR = replace(SMALL, name="mutant_far", trees=((-1,),), prefix=(1,), heads=1)
 @dataclass(frozen=True)
 class Mutant:
     """`edits`: (module of kernels/, text that stands there once, its replacement). `caught`: the message of the check that sees it, a
-    pattern."""
+    pattern. `tile`: of `mma`, where it matters."""
 
     name: str
     kernel: str
@@ -42,6 +49,7 @@ class Mutant:
     case: Case
     caught: str
     races: bool = False
+    tile: MmaTile | None = None
 
     def __str__(self) -> str:
         return f"{self.name}-{self.kernel}"
@@ -69,7 +77,7 @@ MUTANTS = [
     *one(
         "skip_tail_tile",
         "paged",
-        "schedule",
+        "work",
         "units = (kv_len + int64(kv_tile - 1)) // int64(kv_tile)",
         "units = kv_len // int64(kv_tile)",
         SMALL,
@@ -270,8 +278,8 @@ MUTANTS = [
         "combine_weight_without_log2e",
         "paged",
         "combine",
-        "* exp2((statistics[at * uint64(2)] - base) * log2e)",
-        "* exp2(statistics[at * uint64(2)] - base)",
+        "exp2(difference if base2 else difference * log2e)",
+        "exp2(difference)",
         SPLIT,
         WRONG_OUT,
     ),
@@ -279,20 +287,20 @@ MUTANTS = [
         "combine_weight_of_one",
         "paged",
         "combine",
-        "* exp2((statistics[at * uint64(2)] - base) * log2e)",
-        "",
+        "return total * exp2(difference if base2 else difference * log2e)",
+        "return total",
         SPLIT,
         WRONG_OUT,
     ),
     *one(
-        "combined_lse_in_base_2", "paged", "combine", "result = base + log2(total) * ln2", "result = base + log2(total)", SPLIT, WRONG_LSE
+        "combined_lse_in_base_2", "paged", "combine", "else base + log2(total) * ln2", "else base + log2(total)", SPLIT, WRONG_LSE
     ),
     *one(
         "combine_drops_a_piece",
         "paged",
         "combine",
-        "        peak = minus_infinity\n",
-        "        peak, count = minus_infinity, count - 1\n",
+        "uint32(merges[at + MERGE_PIECES])",
+        "uint32(merges[at + MERGE_PIECES] - 1)",
         SPLIT,
         WRONG_OUT,
     ),
@@ -300,10 +308,56 @@ MUTANTS = [
         "combine_forgets_the_sums",
         "paged",
         "combine",
-        "weight = statistics[at * uint64(2) + uint64(1)] *",
-        "weight =",
+        "return total * exp2(",
+        "return exp2(",
         SPLIT,
         WRONG_OUT,
+    ),
+    *one("combine_does_not_wait", "paged", "combine", "cp_async_wait_group(BATCHES - 1)", "cp_async_wait_group(BATCHES)", SPLIT, NAN_OUT),
+    *one(
+        "last_piece_not_counted",
+        "paged",
+        "merges",
+        "- unit + share - int64(1)) // share",
+        "- unit) // share",
+        SPLIT,
+        f"{WRONG_OUT}|{NAN_OUT}",
+    ),
+    *one(
+        "whole_share_not_merged",
+        "paged",
+        "merges",
+        "if unit > int64(0) and unit <= share:",
+        "if unit > int64(0) and unit < share:",
+        APART,
+        NAN_OUT,
+    ),
+    *one(
+        "one_cta_too_few",
+        "paged",
+        "cuts",
+        "<= num_ctas:\n                found",
+        "<= num_ctas + int64(1):\n                found",
+        TWO_APART,
+        f"{WRONG_OUT}|{NAN_OUT}|{OUTSIDE}",
+    ),
+    *one(
+        "all_requests_from_the_first_cta",
+        "paged",
+        "cuts",
+        "requests[r * fields + PIECE_BEGIN] = used + before",
+        "requests[r * fields + PIECE_BEGIN] = used",
+        TWO_APART,
+        f"{WRONG_OUT}|{NAN_OUT}|{OUTSIDE}",
+    ),
+    *one(
+        "begin_of_the_first_tile",
+        "paged",
+        "cuts",
+        "begin = requests[row + UNIT_BEGIN] + tile * units + unit",
+        "begin = requests[row + UNIT_BEGIN] + unit",
+        SMALL,
+        f"{WRONG_OUT}|{NAN_OUT}|{OUTSIDE}",
     ),
     *one("forget_the_last_group", "naive", "naive", "value = (acc[i] + group[i]) / total", "value = acc[i] / total", SMALL, WRONG_OUT),
     *one(
@@ -327,9 +381,9 @@ MUTANTS = [
     *one(
         "share_one_unit_short",
         "paged",
-        "schedule",
-        "ctas[row + CTA_COUNT] = last - first",
-        "ctas[row + CTA_COUNT] = last - first - (first > 0)",
+        "cuts",
+        "ctas[row + CTA_COUNT] = count",
+        "ctas[row + CTA_COUNT] = count - (p > 0)",
         SPLIT,
         f"{WRONG_OUT}|{NAN_OUT}|{OUTSIDE}",
     ),
@@ -382,9 +436,27 @@ MUTANTS = [
 ]
 
 NO_REQUESTS = replace(SMALL, name="mutant_no_requests", trees=(), prefix=())
-# A whole tile and both ends of a cut one: every branch of paged, and so every barrier.
-WHOLE_AND_CUT = replace(SPLIT, name="mutant_whole_and_cut", prefix=(140, 9))
+# schedule scans two chunks of 256 requests.
+CHUNKS = replace(SMALL, name="mutant_chunks", trees=((-1,),) * 258, prefix=(1,) * 258, heads=1, rope_dim=0, deterministic=True)
 #: Modules with barriers: the kernel that is run for them, and a case in which their barriers matter.
-BARRIERS = {"attend": ("paged", WHOLE_AND_CUT), "schedule": ("naive", SMALL)}
-#: Barriers, by the comment above them, that matter in another case than that.
-SPECIAL_CASES = {"# The totals are zero before any thread reads them below.": NO_REQUESTS}
+BARRIERS = {
+    "attend": ("paged", SPLIT),
+    "cuts": ("naive", TWO_APART),
+    "merges": ("naive", CHUNKS),
+    "scans": ("naive", SMALL),
+    "schedule": ("naive", SMALL),
+}
+#: Barriers, by the comment above them, that order global memory, which the race checker does not follow: kernel, case, what is seen instead.
+SPECIAL_CASES = {
+    "# The request table is complete before any thread looks up a request of another; and the sums are read before the next overwrite them.": (
+        "paged",
+        SPLIT,
+        f"{NAN_OUT}|{OUTSIDE}",
+    ),
+    "# The first CTAs are written before any thread looks up a request by them, and the sums read before the next overwrite them.": (
+        "paged",
+        TWO_APART,
+        f"{WRONG_OUT}|{NAN_OUT}",
+    ),
+    "# The CTA table is complete before any thread looks at where the next CTA begins.": ("paged", SPLIT, NAN_OUT),
+}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import mmap
+import re
 import sys
 import threading
 import types
@@ -20,16 +21,19 @@ from typing import Any
 import numpy as np
 
 import numba_verify.kernels
-from numba_verify import backend, planner
+from numba_verify import backend, memory, planner
 from numba_verify.gpu import simulator
+from numba_verify.kernels.mma_config import MmaTile
 
 from . import machine, oracle
+from .mma_mutants import MMA_BARRIERS, MMA_SPECIAL_CASES, PAIRS, SIGNAL, SIGNAL_CAUGHT, SIGNAL_MODULES, SIGNALS_CASE
 from .mutant_list import BARRIERS, FAR, RACE, SPECIAL_CASES, Mutant
 from .problems import Case, Problem, build
 
 KERNELS_FOLDER = Path(numba_verify.kernels.__file__).parent
 #: Modules of kernels/ that backend.py holds by name.
-HELD_BY_BACKEND = ("combine", "expand", "flash", "naive", "paged", "schedule")
+HELD_BY_BACKEND = ("combine", "expand", "flash", "mma", "naive", "paged", "scans", "schedule", "work")
+MODULES_WITH_BARRIERS, SPECIAL_BARRIERS = BARRIERS | MMA_BARRIERS, SPECIAL_CASES | MMA_SPECIAL_CASES
 
 
 def source_of(module: str) -> str:
@@ -39,7 +43,7 @@ def source_of(module: str) -> str:
 def barrier_mutants() -> list[Mutant]:
     """Each bar_sync() of each module left out once. The comment above it is its name; the lines around make the edit unique."""
     mutants = []
-    for module, (kernel, case) in BARRIERS.items():
+    for module, (kernel, case) in MODULES_WITH_BARRIERS.items():
         lines = source_of(module).splitlines(keepends=True)
         for i, line in enumerate(lines):
             if line.strip() != "bar_sync()":
@@ -47,7 +51,25 @@ def barrier_mutants() -> list[Mutant]:
             comment = lines[i - 1].strip()
             before, after = "".join(lines[i - 3 : i]), "".join(lines[i + 1 : i + 3])
             edit = (module, before + line + after, before + line.replace("bar_sync()", "pass") + after)
-            mutants.append(Mutant(f"no_barrier_{module}_line_{i + 1}", kernel, (edit,), SPECIAL_CASES.get(comment, case), RACE, races=True))
+            name = f"no_barrier_{module}_line_{i + 1}"
+            if comment in SPECIAL_BARRIERS:
+                mutants.append(Mutant(name, SPECIAL_BARRIERS[comment][0], (edit,), *SPECIAL_BARRIERS[comment][1:]))
+            else:
+                mutants.append(Mutant(name, kernel, (edit,), case, RACE, races=True))
+    return mutants
+
+
+def signal_mutants() -> list[Mutant]:
+    """Each statement of `mma` that waits for others, or lets them go on, left out once."""
+    mutants = []
+    for module in SIGNAL_MODULES:
+        lines = source_of(module).splitlines(keepends=True)
+        for i, line in enumerate(lines):
+            found = re.fullmatch(SIGNAL, line.strip())
+            if found:
+                before, after = "".join(lines[i - 2 : i]), "".join(lines[i + 1 : i + 3])
+                edit = (module, before + line + after, before + line.replace(line.strip(), "pass") + after)
+                mutants.append(Mutant(f"no_{found.group(1)}_{module}_line_{i + 1}", "mma", (edit,), SIGNALS_CASE, SIGNAL_CAUGHT, True, PAIRS))
     return mutants
 
 
@@ -82,10 +104,19 @@ def mutated_kernels(mutant: Mutant, folder: Path) -> Iterator[dict[str, types.Mo
             del sys.modules[name]
 
 
+class PoisonedWorkspace(memory.Workspace):
+    """Nobody may rely on what lay in a plan's memory before."""
+
+    def __init__(self, nbytes: int, device: int | None):
+        super().__init__(nbytes, device)
+        self.host[:] = 0xFF
+
+
 @contextmanager
-def simulated(monkeypatch: Any, modules: dict[str, types.ModuleType] | None = None, **launch_options: Any) -> Iterator[list[str]]:
-    """Calls run in the simulator, also on a machine with a GPU, with `launch_options` (check_races, seed) and with `modules` in
-    place of the kernels. Yields the names of the kernels launched so far."""
+def simulated(monkeypatch: Any, modules: dict[str, types.ModuleType] | None = None, tile: MmaTile | None = None,
+              **launch_options: Any) -> Iterator[list[str]]:
+    """Calls run in the simulator, also on a machine with a GPU, with `launch_options` (check_races, seed), with `modules` in place of the
+    kernels, and `mma` with `tile`, whatever the plan would choose. Yields the names of the kernels launched so far."""
     launched: list[str] = []
     real = simulator.launch
 
@@ -96,9 +127,12 @@ def simulated(monkeypatch: Any, modules: dict[str, types.ModuleType] | None = No
     with monkeypatch.context() as patch:
         patch.setattr(machine, "HAS_GPU", False)
         patch.setattr(planner, "_kept", threading.local())  # verify_mla keeps plans, and they their kernels
+        patch.setattr(planner, "Workspace", PoisonedWorkspace)
         patch.setattr(simulator, "launch", launch)
         for name, module in (modules or {}).items():
             patch.setattr(backend, name, module)
+        if tile is not None:
+            patch.setattr(backend, "mma_tile", lambda *_: tile)
         try:
             yield launched
         finally:
@@ -119,8 +153,8 @@ class FarPool:
         slots, dims = pool.shape
         stride = (1 << 32) + dims  # elements; cut to 32 bits, slot s starts at s * dims, near the beginning
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", MAP_NORESERVE)
-        memory = mmap.mmap(-1, (slots * stride + dims) * pool.itemsize, flags=flags)
-        whole = np.frombuffer(memory, pool.dtype)
+        lent = mmap.mmap(-1, (slots * stride + dims) * pool.itemsize, flags=flags)
+        whole = np.frombuffer(lent, pool.dtype)
         whole[: (slots + 1) * dims] = np.nan
         self.array = np.lib.stride_tricks.as_strided(whole[dims:], pool.shape, (stride * pool.itemsize, pool.itemsize))
         self.array[1:] = pool[:-1]

@@ -38,11 +38,15 @@ class Case:
     logit_cap: float = 0.0
     magnitude: float = 1.0  # standard deviation of q and kv
     shift: float = 0.0  # added to every score by construction, see build
+    rises: tuple[tuple[int, float], ...] = ()  # (key, rise): scores of the keys from that one on are higher by so much, see build
     visibility: str = "tree"  # tree; blind: no draft token sees any; random: any mask at all, the diagonal included
     deterministic: bool = False
     padding_rows: int = 3  # rows of q, out, lse after the last draft token
     row_gap: int = 0  # spare bytes behind each row of q, kv, draft_kv and out
-    nan_at: tuple[int, int] | None = None  # (request, key): that KV row is NaN, and visible to some rows
+    nan_at: tuple[int, int] | None = None  # (request, key): that KV row is `bad`, and visible to some rows
+    nan_dims: tuple[int, int] | None = None  # only these dims of it, from .. to
+    nan_q: tuple[int, int] | None = None  # (query row, head): that query is NaN
+    bad: float = float("nan")  # what stands at nan_at, in slots that no request owns, and in padding rows
     seed: int = 0
     size: str = "small"  # small; many_rows: minutes for flash and paged in the simulator; gpu: minutes in the host build as well
 
@@ -102,7 +106,7 @@ def draft_masks(case: Case, rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def build(case: Case) -> Problem:
-    """Draw the numbers of `case` and lay them out, unowned memory poisoned with NaN."""
+    """Draw the numbers of `case` and lay them out, unowned memory poisoned."""
     rng = np.random.default_rng(case.seed)
     dtype, dims = DTYPES[case.dtype], case.latent_dim + case.rope_dim
     counts = np.array([len(parents) for parents in case.trees], np.int64)
@@ -121,8 +125,16 @@ def build(case: Case) -> Problem:
         q[..., -1], step = dtype.type(1), dtype.type(case.shift / sm_scale)
         for k in keys:
             k[:, -1] = step
+    if case.rises:
+        # the same with another rope dimension, from a key on
+        q[..., -2] = dtype.type(1)
+        for k in keys:
+            k[:, -2] = sum(rise * (np.arange(len(k)) >= first) for first, rise in case.rises) / sm_scale
+    q[int(qo[-1]):] = case.bad
     if case.nan_at:
-        keys[case.nan_at[0]][case.nan_at[1]] = np.nan
+        keys[case.nan_at[0]][case.nan_at[1]][slice(*case.nan_dims) if case.nan_dims else slice(None)] = case.bad
+    if case.nan_q:
+        q[case.nan_q] = np.nan
     masks = draft_masks(case, rng)
     visible = [np.concatenate([np.ones((int(n), int(p)), bool), m], axis=1) for n, p, m in zip(counts, prefix, masks, strict=True)]
 
@@ -132,7 +144,7 @@ def build(case: Case) -> Problem:
     pool, kv_indptr, kv_indices = _scatter(case, listed, tokens, guarded, rng)
     draft_kv = None
     if not case.draft_in_cache:
-        draft = np.full((rows, dims), np.nan, dtype)
+        draft = np.full((rows, dims), case.bad, dtype)
         for r, k in enumerate(keys):
             draft[qo[r]:qo[r + 1]] = k[int(prefix[r]):]
         draft_kv = guarded.input("draft_kv", draft, row_gap=case.row_gap)
@@ -147,7 +159,7 @@ def build(case: Case) -> Problem:
 
 
 def _scatter(case: Case, listed: list[np.ndarray], tokens: np.ndarray, guarded: GuardedArrays, rng: np.random.Generator):
-    """Put each request's rows into random pages; every other slot stays NaN. Entries after the last request are junk."""
+    """Put each request's rows into random pages; every other slot is `case.bad`. Entries after the last request are junk."""
     page_size, dims = case.page_size, case.latent_dim + case.rope_dim
     entries = -(-tokens // page_size)
     kv_indptr = np.concatenate([[0], np.cumsum(entries)])
@@ -158,6 +170,10 @@ def _scatter(case: Case, listed: list[np.ndarray], tokens: np.ndarray, guarded: 
     shape = (pages, dims) if page_size == 1 else (pages, page_size, dims)
     values = np.concatenate(listed) if listed else np.zeros((0, dims), DTYPES[case.dtype])
     flat = np.concatenate(slots).astype(np.int64) if slots else np.zeros(0, np.int64)
+    if not np.isnan(case.bad):  # NaN stands everywhere else already, in bit patterns that no kernel writes
+        whole = np.full((pages * page_size, dims), case.bad, DTYPES[case.dtype])
+        whole[flat] = values
+        values, flat = whole, np.arange(len(whole))
     pool = guarded.pool("kv_cache", shape, values, flat, row_gap=case.row_gap)
     junk = np.full(4, 2_000_000_000, np.int64)  # a kernel that reads on would fault or find nothing it may use
     return pool, kv_indptr, np.concatenate([order, junk])

@@ -38,16 +38,18 @@ class Small:
     page_size: int = 1
     aside: bool = False
     dtype: str = "float32"
+    latent: int = LATENT
+    rope: int = ROPE
     options: dict[str, Any] = field(default_factory=dict)  # more keywords of `plan`
 
     def __post_init__(self) -> None:
         (lists, prefix), rng = STEPS[self.step], np.random.default_rng(7)
-        dtype = DTYPES[self.dtype]
+        dtype, dims = DTYPES[self.dtype], self.latent + self.rope
         self.tree = DraftTree.from_lists(lists)
         self.prefix, self.counts = np.array(prefix), np.diff(self.tree.qo_indptr)
         self.total_q = self.tree.num_nodes
-        self.q = rng.standard_normal((ROWS, HEADS, DIMS)).astype(dtype)
-        self.keys = [rng.standard_normal((8, DIMS)).astype(dtype)[:p + n] for p, n in zip(self.prefix, self.counts, strict=True)]
+        self.q = rng.standard_normal((ROWS, HEADS, dims)).astype(dtype)
+        self.keys = [rng.standard_normal((8, dims)).astype(dtype)[:p + n] for p, n in zip(self.prefix, self.counts, strict=True)]
         listed = [k[:p] if self.aside else k for k, p in zip(self.keys, self.prefix, strict=True)]
         tokens = np.array([len(k) for k in listed])
         self.qo_indptr = self.tree.qo_indptr.copy()
@@ -55,14 +57,14 @@ class Small:
         pages = SLOTS // self.page_size
         self.kv_indices = rng.permutation(pages)[:self.kv_indptr[-1]].astype(np.int32)
         self.kv_lens = tokens.astype(np.int32)
-        self.kv_cache = np.full((pages, self.page_size, DIMS), np.nan, dtype)
+        self.kv_cache = np.full((pages, self.page_size, dims), np.nan, dtype)
         for r, k in enumerate(listed):
             place = np.arange(len(k))
             owned = self.kv_indices[self.kv_indptr[r]:self.kv_indptr[r + 1]]
             self.kv_cache[owned[place // self.page_size], place % self.page_size] = k
         self.draft_kv = None
         if self.aside:
-            self.draft_kv = np.full((ROWS, DIMS), np.nan, dtype)
+            self.draft_kv = np.full((ROWS, dims), np.nan, dtype)
             self.draft_kv[:self.total_q] = np.concatenate([k[p:] for k, p in zip(self.keys, self.prefix, strict=True)])
 
     @property
@@ -78,8 +80,8 @@ class Small:
 
     def plan_arguments(self, **changes: Any) -> dict[str, Any]:
         """Keywords of plan."""
-        given = {"num_heads": HEADS, "latent_dim": LATENT, "rope_dim": ROPE, "dtype": self.dtype, "page_size": self.page_size,
-                     "draft_in_cache": not self.aside, "kernel": KERNEL}
+        given = {"num_heads": HEADS, "latent_dim": self.latent, "rope_dim": self.rope, "dtype": self.dtype, "page_size": self.page_size,
+                 "draft_in_cache": not self.aside, "kernel": KERNEL}
         return self.update_arguments(**(given | self.options | changes))
 
     def run_arguments(self, **changes: Any) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class Small:
 
     def verify_arguments(self, **changes: Any) -> dict[str, Any]:
         """Keywords of verify_mla."""
-        given = {"latent_dim": LATENT, "page_size": self.page_size, "kernel": KERNEL}
+        given = {"latent_dim": self.latent, "page_size": self.page_size, "kernel": self.options.get("kernel", KERNEL)}
         return self.update_arguments() | self.run_arguments() | place_all(given | changes)
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +99,7 @@ class Small:
         for r, (k, p, mask) in enumerate(zip(self.keys, self.prefix, self.masks(), strict=True)):
             visible = np.concatenate([np.ones((len(mask), p), bool), mask], axis=1)
             q = self.q[self.qo_indptr[r]:self.qo_indptr[r + 1]].astype(np.float64)
-            parts.append(attention(q, k.astype(np.float64), visible, LATENT, SM_SCALE, 0.0))
+            parts.append(attention(q, k.astype(np.float64), visible, self.latent, SM_SCALE, 0.0))
         return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 
     def check(self, out: np.ndarray, lse: np.ndarray | None) -> None:
@@ -109,12 +111,18 @@ class Small:
             np.testing.assert_allclose(lse[:self.total_q], right_lse, rtol=tolerance, atol=tolerance)
 
 
+def small_for(kernel: str, **given: Any) -> Small:
+    """A problem whose rows `kernel` takes, planned with it."""
+    rows = {"latent": 128, "rope": 64, "dtype": "bfloat16"} if kernel == "mma" else {}
+    return Small(**(rows | given | {"options": {"kernel": kernel} | given.get("options", {})}))
+
+
 class Outputs:
     """Guarded out and lse, of which only the first `written` rows may change."""
 
     def __init__(self, small: Small, written: int = 0, rows: int = ROWS):
         guarded = GuardedArrays()
-        guarded.output("out", (rows, HEADS, LATENT), DTYPES[small.dtype], written=written)
+        guarded.output("out", (rows, HEADS, small.latent), DTYPES[small.dtype], written=written)
         guarded.output("lse", (rows, HEADS), np.float32, written=written)
         self._guards = guarded.guards
         self._placed = {name: machine.put_guarded(guard) for name, guard in self._guards.items()}
