@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from types import ModuleType
 from typing import Any
@@ -11,8 +12,10 @@ import ml_dtypes
 import numpy as np
 
 from . import shapes
+from .api import make_api
 from .gpu import driver
 from .gpu.device_array import DeviceArray, empty, tiled, to_device
+from .planner import Implementation
 from .timing import COLD_BYTES, Timing, graph_time
 from .tree import DraftTree
 
@@ -22,6 +25,13 @@ DRAWN_ROWS = 1 << 15
 CALLS = 8
 
 
+def plan_with_tile(module: ModuleType, tile: Any):
+    """`plan` of an implementation whose kernels run with `tile`, to measure and test what the shape would not choose."""
+    backend = importlib.import_module(f"{module.__name__}.backend")
+    make = functools.partial(backend.make_executor, tile=tile)
+    return make_api(Implementation(f"{module.__name__} {tile}", backend.AVAILABLE, backend.support, make, "reference"), backend.warm).plan
+
+
 class Workload:
     """The arrays of one shape on GPU `ordinal`: page size 1, KV scattered token by token, several pools so that KV is cold in L2."""
 
@@ -29,15 +39,16 @@ class Workload:
         self.shape, self.ordinal = shape, ordinal
         rng = np.random.default_rng(shapes.TREE_SEED)
         bf16 = np.dtype(ml_dtypes.bfloat16)
-        block = rng.standard_normal((DRAWN_ROWS, 576), np.float32).astype(bf16)
+        # Queries of their own: one that equals a key would see that key alone.
+        self.block, self.queries = (rng.standard_normal((DRAWN_ROWS, 576), np.float32).astype(bf16) for _ in range(2))
         tokens = shape.batch * (shape.context + shape.drafts)
         rows = shape.batch * shape.drafts
         self.total_q, self.sm_scale = rows, 576 ** -0.5
         self.parents = shapes.draft_tree(shape)
         self.visible_drafts = int(DraftTree.from_lists([self.parents]).depth.sum()) + shape.drafts
         l2_bytes = driver.device_info(ordinal).l2_bytes
-        self.pools = [tiled(block, tokens, ordinal) for _ in range(max(1, math.ceil(max(COLD_BYTES, 2 * l2_bytes) / (tokens * 1152))))]
-        self.q = tiled(block.reshape(-1)[:rows * shape.heads * 576].reshape(-1, 576), rows * shape.heads, ordinal)
+        self.pools = [tiled(self.block, tokens, ordinal) for _ in range(max(1, math.ceil(max(COLD_BYTES, 2 * l2_bytes) / (tokens * 1152))))]
+        self.q = tiled(self.queries.reshape(-1)[:rows * shape.heads * 576].reshape(-1, 576), rows * shape.heads, ordinal)
         self.q = DeviceArray(self.q.buffer, (rows, shape.heads, 576), bf16)
         self.out, self.lse = empty((rows, shape.heads, 512), bf16, ordinal), empty((rows, shape.heads), np.float32, ordinal)
         self.qo_indptr = to_device(np.arange(shape.batch + 1, dtype=np.int32) * shape.drafts, ordinal)
@@ -45,9 +56,10 @@ class Workload:
         self.kv_indices = to_device(rng.permutation(tokens).astype(np.int32), ordinal)
         self.tree = to_device(np.tile(np.array(self.parents, np.int32), shape.batch), ordinal)
 
-    def plan(self, module: ModuleType, kernel: str, **options: Any):
-        """A plan of `module` (numba_verify or cuda_ref) for this shape."""
-        return module.plan(self.qo_indptr, self.kv_indptr, self.kv_indices, tree=self.tree, num_heads=self.shape.heads, kernel=kernel, **options)
+    def plan(self, module: ModuleType, kernel: str, tile: Any = None, **options: Any):
+        """A plan of `module` (numba_verify or cuda_ref) for this shape. `tile`: instead of the one that the shape chooses."""
+        make = module.plan if tile is None else plan_with_tile(module, tile)
+        return make(self.qo_indptr, self.kv_indptr, self.kv_indices, tree=self.tree, num_heads=self.shape.heads, kernel=kernel, **options)
 
     def run(self, plan: Any, pool: int = 0, stream: int = 0) -> None:
         """One call on one of the pools."""
@@ -66,16 +78,17 @@ class Workload:
         """Largest relative error of a few rows of `out` (as it stands, from pool 0) against float64; NaN counts as infinite."""
         shape, rng = self.shape, np.random.default_rng(seed)
         visible = DraftTree.from_lists([self.parents])
-        indices, pool, q, out = (a.numpy() for a in (self.kv_indices, self.pools[0], self.q, self.out))
+        indices, out = self.kv_indices.numpy(), self.out.numpy()
         worst = 0.0
         for row in rng.choice(self.total_q, min(rows, self.total_q), replace=False):
             r, i = divmod(int(row), shape.drafts)
             begin = r * (shape.context + shape.drafts)
             bits = np.unpackbits(visible.visibility[i].view(np.uint8), bitorder="little")[:shape.drafts].astype(bool)
             listed = indices[begin:begin + shape.context + shape.drafts][np.concatenate([np.ones(shape.context, bool), bits])]
-            keys = pool[listed].astype(np.float64)
+            # Pools and queries are these blocks over and over: no need to fetch them from the device.
+            keys = self.block[listed % DRAWN_ROWS].astype(np.float64)
             head = int(rng.integers(shape.heads))
-            score = self.sm_scale * (keys @ q[row, head].astype(np.float64))
+            score = self.sm_scale * (keys @ self.queries[(row * shape.heads + head) % DRAWN_ROWS].astype(np.float64))
             weight = np.exp(score - score.max())
             expected = (weight / weight.sum()) @ keys[:, :512]
             error = np.linalg.norm(out[row, head].astype(np.float64) - expected) / np.linalg.norm(expected)

@@ -3,7 +3,9 @@
 FILE is what `python -m numba_verify bench --json FILE` wrote; several are parts of one measurement (same GPU, same version). Without FILE:
 docs/results/h200*.json. Without --update the results table is printed. With it, each DOCUMENT gets its tables rewritten, between
 
-    <!-- results:begin -->  and  <!-- results:end -->      this project beside the best peers (README.md)
+    <!-- results:begin -->  and  <!-- results:end -->      mma beside the best peers (README.md)
+    <!-- oracles:begin -->  and  <!-- oracles:end -->      paged, flash and naive (docs/how-it-works.md)
+    <!-- tiles:begin -->    and  <!-- tiles:end -->        mma with every tile that was measured (docs/mma.md)
     <!-- peers:begin -->    and  <!-- peers:end -->        all figures of docs/results/peers_h200.json (docs/facts.md)
 
 Standard library only. The ratio numba / CUDA C is formed within one file, since two kernels of two runs cannot be compared.
@@ -16,6 +18,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 PEERS = RESULTS / "peers_h200.json"
 COMMAND = "python -m numba_verify bench --json docs/results/h200.json"
-KERNELS = ("paged", "flash", "naive")
+#: The kernel of the main table, and those for reading and checking.
+MAIN, ORACLES = "mma", ("paged", "flash", "naive")
 OURS, TWIN = "numba_verify", "cuda_ref"
-#: The one peer with a tree mask that runs outside Hopper: it has a column of its own.
-ELSEWHERE = "sgl_extend"
+#: SGLang's tree verify on Hopper: it has a column of its own.
+CASCADE = "fa3_cascade"
 ALIGN = {"left": ":---", "right": "---:"}
 
 
@@ -55,8 +59,9 @@ def result_files() -> list[Path]:
 
 def all_tables(files: list[Path]) -> dict[str, str]:
     """Name of a pair of markers -> what belongs between them."""
-    peers = json.loads(PEERS.read_text(encoding="utf-8"))
-    return {"results": results_table(read(files), peers), "peers": peers_table(peers)}
+    peers, results = json.loads(PEERS.read_text(encoding="utf-8")), read(files)
+    return {"results": results_table(results, peers), "oracles": oracles_table(results, peers), "tiles": tiles_table(results),
+            "peers": peers_table(peers)}
 
 
 def replaced(text: str, tables: dict[str, str], name: str) -> str:
@@ -72,15 +77,19 @@ def replaced(text: str, tables: dict[str, str], name: str) -> str:
 
 
 def read(files: list[Path]) -> dict[str, Any]:
-    """The result files as one: gpu, driver, version, dates, and figures by (shape, implementation, kernel)."""
-    whole: dict[str, Any] = {"dates": [], "figures": {}}
+    """The result files as one: gpu, driver, version, dates, figures by (shape, implementation, kernel), and those of mma with a tile
+    that the shape did not choose."""
+    whole: dict[str, Any] = {"dates": {}, "figures": {}, "tiles": []}
     for path in files:
         part = json.loads(path.read_text(encoding="utf-8"))
         for key in ("gpu", "driver", "version"):
             if whole.setdefault(key, part[key]) != part[key]:
                 raise ValueError(f"{path.name}: expected {key} {whole[key]!r} like the files before it, got {part[key]!r}")
-        whole["dates"].append(part["date"][:10])
+        whole["dates"][path.name] = part["date"][:10]
         for figure in part["figures"]:
+            if "override" in figure:
+                whole["tiles"].append({**figure, "file": path.name})
+                continue
             key = (figure["shape"], figure["implementation"], figure["kernel"])
             if key in whole["figures"]:
                 raise ValueError(f"{path.name}: {' '.join(key)} was measured twice; keep one of the two")
@@ -89,44 +98,105 @@ def read(files: list[Path]) -> dict[str, Any]:
 
 
 def results_table(results: dict[str, Any], peers: dict[str, Any]) -> str:
-    """One row a shape: floor, our kernels with their twins, the best peers."""
-    if not results["figures"]:
+    """One row a shape: floor, the main kernel with its twin, the peers."""
+    headers = ["requests, prefix, draft tokens, heads", "floor", f"`{MAIN}`: us (% of floor)", "TFLOP/s", "TB/s", "tile", "numba / CUDA C",
+               "best peer outside Hopper", f"`{CASCADE}`", "best peer, no tree mask"]
+
+    def row(measured: dict[tuple[str, str], dict[str, Any]], us: dict[str, float | None]) -> list[str]:
+        ours = measured[OURS, MAIN]
+        time, share = timed(ours)
+        rates = [f"{ours[of] / ours['us'] / 1e6:{form}}" if "us" in ours and of in ours else "-" for of, form in (("flop", ".0f"), ("bytes", ".2f"))]
+        outside = {name: value for name, value in us.items() if not peers["peers"][name]["hopper_only"]}
+        return [number(ours.get("floor_us")), time + share, *rates, ours.get("tile", "-"), ratio(ours, measured.get((TWIN, MAIN))),
+                against(ours, best_of(outside)), against(ours, (us.get(CASCADE), "")), named(best_of(without_mask(us, peers)))]
+
+    return shape_table(results, peers, headers, (MAIN,), row)
+
+
+def oracles_table(results: dict[str, Any], peers: dict[str, Any]) -> str:
+    """One row a shape: floor, the kernels for reading and checking with their twins."""
+    headers = ["requests, prefix, draft tokens, heads", "floor", *(f"`{kernel}`: us (% of floor), ratio" for kernel in ORACLES)]
+
+    def row(measured: dict[tuple[str, str], dict[str, Any]], us: dict[str, float | None]) -> list[str]:
+        floor = next((figure["floor_us"] for figure in measured.values() if figure.get("floor_us")), None)
+        return [number(floor), *(cell(measured, kernel) for kernel in ORACLES)]
+
+    return shape_table(results, peers, headers, ORACLES, row)
+
+
+def shape_table(results: dict[str, Any], peers: dict[str, Any], headers: list[str], kernels: tuple[str, ...], row: Callable) -> str:
+    """A table of the shapes at which numba_verify ran one of `kernels`, in the order of the peers' table; row(figures, peers' us) -> cells."""
+    rows_of_peers = {entry["shape"]: entry for entry in peers["rows"]}
+    shapes = list(dict.fromkeys(shape for shape, name, kernel in results["figures"] if name == OURS and kernel in kernels))
+    if not shapes:
         return f"No results are committed yet. `{COMMAND}` on an H200 writes them."
-    rows_of_peers = {row["shape"]: row for row in peers["rows"]}
-    shapes = list(dict.fromkeys(shape for shape, _, _ in results["figures"]))
     shapes.sort(key=lambda shape: list(rows_of_peers).index(shape) if shape in rows_of_peers else math.inf)
-    headers = ["requests, prefix, draft tokens, heads", "floor", *(f"{kernel}: us (% of floor), ratio" for kernel in KERNELS),
-               "best peer, tree mask", f"`{ELSEWHERE}`", "best peer, no tree mask"]
-    rows = []
+    rows, files = [], set()
     for shape in shapes:
         measured = {(name, kernel): figure for (of, name, kernel), figure in results["figures"].items() if of == shape}
-        floor = next((figure["floor_us"] for figure in measured.values() if figure.get("floor_us")), None)
-        times = rows_of_peers.get(shape, {"us": {}})["us"]
-        rows.append([extents(shape), number(floor), *(cell(measured, kernel) for kernel in KERNELS),
-                     best(times, peers, True), number(times.get(ELSEWHERE)), best(times, peers, False)])
-    dates = ", ".join(sorted(set(results["dates"])))
+        files |= {figure["file"] for (_, kernel), figure in measured.items() if kernel in kernels}
+        rows.append([extents(shape), *row(measured, rows_of_peers.get(shape, {"us": {}})["us"])])
+    dates = ", ".join(sorted({results["dates"][name] for name in files}))
     return f"{results['gpu']}, {results['driver']}, numba_verify {results['version']}, {dates}.\n\n" + markdown(headers, rows)
 
 
+def tiles_table(results: dict[str, Any]) -> str:
+    """One row a shape and implementation, one column a tile: microseconds."""
+    figures = results["tiles"]
+    if not figures:
+        return "No tiles are measured yet."
+    tiles = list(dict.fromkeys(figure["override"] for figure in figures))
+    keys = list(dict.fromkeys((figure["shape"], figure["implementation"]) for figure in figures))
+    times = {(figure["shape"], figure["implementation"], figure["override"]): timed(figure)[0] for figure in figures}
+    rows = []
+    for shape, name in keys:
+        chosen = results["figures"].get((shape, name, MAIN))
+        rows.append([f"{extents(shape)}: {name}", f"{timed(chosen)[0]} `{chosen['tile']}`" if chosen else "-",
+                     *(times.get((shape, name, tile), "-") for tile in tiles)])
+    dates = ", ".join(sorted({results["dates"][figure["file"]] for figure in figures}))
+    return (f"{results['gpu']}, {results['driver']}, numba_verify {results['version']}, {dates}, microseconds.\n\n"
+            + markdown(["requests, prefix, draft tokens, heads", "chosen", *(f"`{tile}`" for tile in tiles)], rows))
+
+
+def timed(figure: dict[str, Any] | None) -> tuple[str, str]:
+    """(`531`, ` (2.1 %)`): microseconds and percent of the floor; "wrong" where bench refused to time it."""
+    if figure is None or "us" not in figure:
+        return "wrong" if figure and figure.get("wrong") else "-", ""
+    return number(figure["us"]), f" ({100 * figure['floor_us'] / figure['us']:.2g} %)" if figure.get("floor_us") else ""
+
+
+def ratio(ours: dict[str, Any], twin: dict[str, Any] | None) -> str:
+    """numba / CUDA C, of one run."""
+    if "us" in ours and twin and "us" in twin and twin["file"] == ours["file"]:
+        return f"{ours['us'] / twin['us']:.2f}"
+    return "-"
+
+
+def without_mask(us: dict[str, float | None], peers: dict[str, Any]) -> dict[str, float | None]:
+    return {name: value for name, value in us.items() if not peers["peers"][name]["tree_mask"]}
+
+
+def best_of(us: dict[str, float | None]) -> tuple[float | None, str]:
+    """(microseconds, name) of the fastest."""
+    return min(((value, name) for name, value in us.items() if value is not None), default=(None, ""))
+
+
+def named(peer: tuple[float | None, str]) -> str:
+    us, name = peer
+    return "-" if us is None else f"{number(us)} `{name}`" if name else number(us)
+
+
+def against(ours: dict[str, Any], peer: tuple[float | None, str]) -> str:
+    """A peer's time, and how many times ours it is."""
+    text = named(peer)
+    return text if peer[0] is None or "us" not in ours else f"{text}, {peer[0] / ours['us']:.2f} x"
+
+
 def cell(measured: dict[tuple[str, str], dict[str, Any]], kernel: str) -> str:
-    """`531 (2.1 %), 1.02`: numba microseconds, percent of the floor, numba / CUDA C. "wrong" where bench refused to time it."""
-    ours, twin = measured.get((OURS, kernel)), measured.get((TWIN, kernel))
-    if ours is None or "us" not in ours:
-        return "wrong" if ours and ours.get("wrong") else "-"
-    share = f" ({100 * ours['floor_us'] / ours['us']:.2g} %)" if ours.get("floor_us") else ""
-    ratio = "-"
-    if twin and "us" in twin and twin["file"] == ours["file"]:
-        ratio = f"{ours['us'] / twin['us']:.2f}"
-    return f"{number(ours['us'])}{share}, {ratio}"
-
-
-def best(times: dict[str, float | None], peers: dict[str, Any], tree_mask: bool) -> str:
-    """The fastest peer that has (or has not) a tree mask."""
-    candidates = [(us, name) for name, us in times.items() if us is not None and peers["peers"][name]["tree_mask"] == tree_mask]
-    if not candidates:
-        return "-"
-    us, name = min(candidates)
-    return f"{number(us)} `{name}`"
+    """`531 (2.1 %), 1.02`: numba microseconds, percent of the floor, numba / CUDA C."""
+    ours = measured.get((OURS, kernel))
+    time, share = timed(ours)
+    return time if ours is None or "us" not in ours else f"{time}{share}, {ratio(ours, measured.get((TWIN, kernel)))}"
 
 
 def peers_table(peers: dict[str, Any]) -> str:

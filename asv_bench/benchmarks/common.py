@@ -39,8 +39,18 @@ SHAPES = (
     "b64_kv2048_t1_h128",
 )
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
-#: Kernels of the offline figures, at the tuned row layout 512/64 in bfloat16; h16k16: the tile of 16 heads and 16 keys.
+#: Shared memory that a block may have, bytes: what decides which tiles of mma run on an architecture.
+SHARED_BYTES = {"sm_80": 166_912, "sm_90a": 232_448, "sm_120": 101_376}
+#: Kernels of the offline figures, at the tuned row layout 512/64 in bfloat16; h16k16: the tile of 16 heads and 16 keys; m64k32b8: of 64 rows and
+#: 32 keys, with 8 blocks in the ring.
 COMPILED = (
+    "mma_m64k32b8",
+    "mma_m32k32b9",
+    "mma_m32k32b6",
+    "mma_m32k16b3",
+    "mma_m16k32b11",
+    "mma_m16k32b7",
+    "mma_m16k16b4",
     "naive",
     "flash_h8k16",
     "flash_h16k16",
@@ -137,17 +147,15 @@ class Resources(NamedTuple):
 
 
 def numba_resources(architectures: Iterable[str] = ARCHITECTURES, kernels: Iterable[str] = COMPILED) -> list[Resources]:
-    """Compiles what is not in the cubin cache, about 2 s a kernel."""
-    from numba_verify import backend
+    """Compiles what is not in the cubin cache, about 2 s a kernel, 5 s for mma. Without tiles of mma that do not run on an architecture."""
     from numba_verify.gpu import sass
     from numba_verify.gpu.compile import compile_kernel
-    from numba_verify.kernels.config import TILE_CONFIGS, Shape
 
-    tiles = {str(tile): tile for tile in TILE_CONFIGS}
     rows = []
     for name, arch in itertools.product(kernels, architectures):
-        kernel, _, tile = name.partition("_")
-        source = backend.kernel_sources(Shape(512, 64, "bfloat16"), tiles.get(tile, tiles["h16k16"]), 16, False)[kernel]
+        source = _numba_source(name, arch)
+        if source is None:
+            continue
         cubin = compile_kernel(source, arch)
         got, count = cubin.resources, None
         if sass.find_nvdisasm():
@@ -167,16 +175,37 @@ def numba_resources(architectures: Iterable[str] = ARCHITECTURES, kernels: Itera
     return rows
 
 
+def _numba_source(name: str, arch: str) -> Any:
+    """The KernelSource of a name in COMPILED; None for a tile of mma that no GPU of the architecture has room or registers for."""
+    from numba_verify import backend
+    from numba_verify.kernels.config import TILE_CONFIGS, Shape
+    from numba_verify.kernels.mma_config import MMA_TILES
+
+    shape, (kernel, _, tile) = Shape(512, 64, "bfloat16"), name.partition("_")
+    if kernel == "mma":
+        chosen = next(t for t in MMA_TILES if str(t) == tile)
+        if chosen.shared_bytes(shape) > SHARED_BYTES[arch] or chosen.registers and not arch.endswith("a"):
+            return None
+        return backend.mma_sources(shape, chosen, False, arch != "sm_80")["mma"]
+    tiles = {str(tile): tile for tile in TILE_CONFIGS}
+    return backend.kernel_sources(shape, tiles.get(tile, tiles["h16k16"]), 16, False)[kernel]
+
+
 #: How cuda_ref names these kernels, without spaces. `schedule` and `expand` are no templates.
 _TWIN_NAMES = {
     "naive": "naive<Bf16,Dims<512,64>>",
-    "combine": "combine<Bf16>",
+    "combine": "combine<Bf16,4>",
     "schedule": "schedule",
     "expand": "expand",
     **{
         f"{kernel}_h{heads}k{keys}": f"{kernel}<Bf16,Tile<{heads},{keys}>,Dims<512,64>>"
         for kernel in ("flash", "paged")
         for heads, keys in ((8, 16), (16, 16), (8, 32))
+    },
+    **{
+        f"mma_m{rows}k{keys}b{blocks}": f"mma<Bf16,MmaTile<{rows},{keys},{blocks},{warps}>,Dims<512,64>>"
+        for rows, keys, blocks, warps in (
+            (64, 32, 8, 2), (32, 32, 9, 1), (32, 32, 6, 1), (32, 16, 3, 2), (16, 32, 11, 1), (16, 32, 7, 1), (16, 16, 4, 1))
     },
 }
 

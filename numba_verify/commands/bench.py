@@ -17,6 +17,7 @@ from .. import __version__, shapes
 from ..bench import CALLS, Workload
 from ..errors import UnsupportedError
 from ..gpu import driver
+from ..kernels.mma_config import MMA_TILES, MmaTile
 from ..shapes import SHAPES, Shape
 from ..timing import Timing, graph_time
 from . import accuracy
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", action="append", metavar="SHAPE",
                         help="name or number of a shape (--list), or requests,context,drafts,heads; may be repeated; default: all")
     parser.add_argument("--kernel", action="append", choices=GPU_KERNELS, help="may be repeated; default: all that can run")
+    parser.add_argument("--tile", action="append", choices=[str(tile) for tile in MMA_TILES], default=[],
+                        help="run mma with this tile too (rows, keys a step, blocks of 16 keys in flight); may be repeated")
     parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS, help="may be repeated; default: both")
     parser.add_argument("--replays", type=int, default=30, help="graph replays of a figure (default 30; fewer for slow kernels)")
     parser.add_argument("--warm", action="store_true", help="also time with KV warm in L2")
@@ -101,12 +104,15 @@ def bench_shape(shape: Shape, runners: list[Runner], arguments: argparse.Namespa
         say(f"  left out: {one_line(error)}")
         return []
     figures = []
-    for runner in runners:
+    tiles = [tile for tile in MMA_TILES if str(tile) in arguments.tile]
+    for runner, tile in [(one, tile) for one in runners for tile in (None, *(tiles if one.kernel == "mma" else ()))]:
         figure = {"shape": shape.name, "implementation": runner.implementation, "kernel": runner.kernel,
-                  "floor_us": workload.floor_us(), "wrong": ""}
-        with begun(f"  {runner.label}") as end:
+                  "floor_us": workload.floor_us(), "flop": shape.flop(workload.visible_drafts), "bytes": shape.bytes, "wrong": ""}
+        if tile is not None:
+            figure["override"] = str(tile)
+        with begun(f"  {runner.label} {tile or ''}".rstrip()) as end:
             try:
-                figure.update(measure(workload, runner, arguments))
+                figure.update(measure(workload, runner, tile, arguments))
             except (RuntimeError, ValueError) as error:
                 figure["wrong"] = one_line(error)
             end(figure["wrong"] or f"{figure['us']:,.1f} us")
@@ -114,9 +120,9 @@ def bench_shape(shape: Shape, runners: list[Runner], arguments: argparse.Namespa
     return figures
 
 
-def measure(workload: Workload, runner: Runner, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check one runner's result, then time it. The figure of a wrong result says so and holds no time."""
-    plan = workload.plan(runner.module, runner.kernel)
+def measure(workload: Workload, runner: Runner, tile: MmaTile | None, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check one runner's result, then time it. The figure of a wrong result says so and holds no time. `tile`: None = the shape chooses."""
+    plan = workload.plan(runner.module, runner.kernel, tile)
     out = workload.out.buffer
     with driver.context(workload.ordinal):
         # What the runner before left there must not pass for a result: every bit set is a NaN.
@@ -128,7 +134,7 @@ def measure(workload: Workload, runner: Runner, arguments: argparse.Namespace) -
         driver.synchronize(0)
         seconds = time.perf_counter() - begin
     error = workload.check()
-    figure = {"error": error if math.isfinite(error) else None, "workspace_bytes": plan.workspace_bytes}
+    figure = {"error": error if math.isfinite(error) else None, "tile": plan.tile, "workspace_bytes": plan.workspace_bytes}
     if not error <= ALLOWED:
         return {**figure, "wrong": f"wrong result, relative error {error:.2e}, allowed {ALLOWED:.2e}: not timed"}
     if seconds > LONG_SECONDS:
@@ -148,15 +154,15 @@ def _entry(prefix: str, timing: Timing) -> dict[str, Any]:
 
 def report(figures: list[dict[str, Any]], warm: bool) -> str:
     """All figures as a table. Percent of the floor are of the cold time."""
-    headers = ["shape", "implementation", "kernel", "error", "us", "low", "high", "replays", *["warm us"] * warm, "% of the floor"]
+    headers = ["shape", "implementation", "kernel", "tile", "error", "us", "low", "high", "replays", *["warm us"] * warm, "% of the floor"]
     rows = []
     for figure in figures:
-        row = [figure["shape"], figure["implementation"], figure["kernel"], _number(figure.get("error"), ".1e")]
+        row = [figure["shape"], figure["implementation"], figure["kernel"], figure.get("tile", "-"), _number(figure.get("error"), ".1e")]
         row += [_number(figure.get(name), ",.1f") for name in ("us", "low_us", "high_us")] + [figure.get("replays", "-")]
         row += [_number(figure.get("warm_us"), ",.1f")] if warm else []
         share = 100 * figure["floor_us"] / figure["us"] if figure["floor_us"] and "us" in figure else None
         rows.append([*row, _number(share, ".1f")])
-    text = table(headers, rows, right=headers[3:])
+    text = table(headers, rows, right=headers[4:])
     if all(figure["floor_us"] for figure in figures):
         return text
     return f"{text}\nno floor: the ceilings of this GPU are not known (those of {', '.join(shapes.CEILINGS)} are)"

@@ -20,7 +20,7 @@ from .runners import GPU_KERNELS, IMPLEMENTATIONS, Runner, describe, find
 
 GPU_SIZE = Size(heads=16, latent_dim=512, rope_dim=64, nodes=24, prefix=700, long_prefix=9000)
 #: The simulator does a million multiply-adds a second.
-CPU_SIZE = Size(heads=3, latent_dim=64, rope_dim=32, nodes=4, prefix=18, long_prefix=150)
+CPU_SIZE = Size(heads=3, latent_dim=128, rope_dim=64, nodes=4, prefix=18, long_prefix=150)
 
 
 class Outcome(NamedTuple):
@@ -47,19 +47,21 @@ def run(arguments: argparse.Namespace) -> int:
     for line in describe(absent, in_full=arguments.kernel is not None):
         say(line)
     begin, outcomes = time.perf_counter(), []
-    for name, check, runner in listed(runners):
-        outcomes.append(perform(name, check, Context(runner, size, arguments.seed), arguments.traceback))
+    for name, check, context in listed([Context(runner, size, arguments.seed) for runner in runners]):
+        outcomes.append(perform(name, check, context, arguments.traceback))
     return conclude(outcomes, place, runners, [missing.implementation for missing in absent if not missing.kernel],
                     time.perf_counter() - begin)
 
 
-def listed(runners: list[Runner]) -> list[tuple[str, Check, Runner]]:
-    """(name, check, runner) of everything to be tested."""
-    checks = [(f"{runner.label}: {name}", check, runner) for runner in runners for name, check in {**CASES, **PROPERTIES}.items()
-              if runner.place.ordinal is not None or not getattr(check, "gpu_only", False)]
-    ours = {runner.kernel: runner for runner in runners if runner.implementation == IMPLEMENTATIONS[0]}
-    twins = [runner for runner in runners if runner.implementation != IMPLEMENTATIONS[0] and runner.kernel in ours]
-    return checks + [(f"{twin.label}: agrees with numba_verify {twin.kernel}", twins_agree(ours[twin.kernel]), twin) for twin in twins]
+def listed(contexts: list[Context]) -> list[tuple[str, Check, Context]]:
+    """(name, check, context) of everything to be tested, one context a runner."""
+    checks = [(f"{context.runner.label}: {name}", check, context) for context in contexts for name, check in {**CASES, **PROPERTIES}.items()
+              if (context.runner.place.ordinal is not None or not getattr(check, "gpu_only", False))
+              and context.takes(getattr(check, "dtype", "bfloat16"))]
+    ours = {context.runner.kernel: context.runner for context in contexts if context.runner.implementation == IMPLEMENTATIONS[0]}
+    twins = [(context.runner, context) for context in contexts if context.runner.implementation != IMPLEMENTATIONS[0]]
+    return checks + [(f"{twin.label}: agrees with numba_verify {twin.kernel}", twins_agree(ours[twin.kernel]), context)
+                     for twin, context in twins if twin.kernel in ours]
 
 
 def perform(name: str, check: Check, context: Context, with_traceback: bool) -> Outcome:

@@ -43,7 +43,7 @@ class Size(NamedTuple):
 
 GPU_SIZE = Size(heads=16, latent_dim=512, rope_dim=64, prefix=(4096, 3001, 5000, 2048))
 #: The simulator does a million multiply-adds a second. Prefix and tree together fill 2, 5 and 2 KV tiles of 16.
-CPU_SIZE = Size(heads=4, latent_dim=32, rope_dim=32, prefix=(6, 16, 13))
+CPU_SIZE = Size(heads=4, latent_dim=128, rope_dim=64, prefix=(6, 16, 13))
 
 
 class Result(NamedTuple):
