@@ -228,12 +228,12 @@ def test_bench_without_a_gpu_says_so_in_one_line(cli):
 
 def test_bench_report_gives_a_wrong_result_no_time():
     timed = {"shape": "s", "implementation": "numba_verify", "kernel": "paged", "floor_us": 50.0, "wrong": "", "error": 0.0021,
-             "us": 200.0, "low_us": 199.0, "high_us": 1234.5, "replays": 30, "calls": 8}
+             "tile": "h8k16", "us": 200.0, "low_us": 199.0, "high_us": 1234.5, "replays": 30, "calls": 8}
     wrong = {"shape": "s", "implementation": "numba_verify", "kernel": "flash", "floor_us": 50.0, "wrong": "wrong result", "error": None}
     header, _, first, second = bench.report([timed, wrong], warm=False).splitlines()
-    assert header.split()[:4] == ["shape", "implementation", "kernel", "error"]
-    assert first.split() == ["s", "numba_verify", "paged", "2.1e-03", "200.0", "199.0", "1,234.5", "30", "25.0"]
-    assert second.split() == ["s", "numba_verify", "flash", *"-" * 6]
+    assert header.split()[:5] == ["shape", "implementation", "kernel", "tile", "error"]
+    assert first.split() == ["s", "numba_verify", "paged", "h8k16", "2.1e-03", "200.0", "199.0", "1,234.5", "30", "25.0"]
+    assert second.split() == ["s", "numba_verify", "flash", *"-" * 7]
     unknown = bench.report([{**timed, "floor_us": None}], warm=True)
     assert "warm us" in unknown and "the ceilings of this GPU are not known" in unknown
 

@@ -157,7 +157,7 @@ def report(figures: list[dict[str, Any]], warm: bool) -> str:
     headers = ["shape", "implementation", "kernel", "tile", "error", "us", "low", "high", "replays", *["warm us"] * warm, "% of the floor"]
     rows = []
     for figure in figures:
-        row = [figure["shape"], figure["implementation"], figure["kernel"], figure.get("tile", "-"), _number(figure.get("error"), ".1e")]
+        row = [figure["shape"], figure["implementation"], figure["kernel"], figure.get("tile") or "-", _number(figure.get("error"), ".1e")]
         row += [_number(figure.get(name), ",.1f") for name in ("us", "low_us", "high_us")] + [figure.get("replays", "-")]
         row += [_number(figure.get("warm_us"), ",.1f")] if warm else []
         share = 100 * figure["floor_us"] / figure["us"] if figure["floor_us"] and "us" in figure else None
