@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.units import needs_nvcc
 
 from cuda_ref import binding, build, resources, toolchain
 from cuda_ref.binding import Status
@@ -20,16 +21,6 @@ SOURCES = ROOT / "cuda_ref"
 # What a block may have on sm_86, sm_89 and sm_120, and of each architecture (CUDA C++ Programming Guide, technical specifications).
 SMALLEST_SHARED = 101_376
 SHARED = {"80": 166_912, "90a": 232_448, "120": SMALLEST_SHARED}
-
-def nvcc_is_missing():
-    try:
-        toolchain.find_nvcc()
-    except BuildError:
-        return True
-    return False
-
-
-needs_nvcc = pytest.mark.skipif(nvcc_is_missing(), reason="needs nvcc: on PATH, in CUDA_HOME or as a wheel")
 
 
 def run(*command, **options):
@@ -153,8 +144,6 @@ def test_compile_error_carries_the_compilers_text(tiny_library):
 
 
 def test_missing_compilers_are_named(monkeypatch):
-    from cuda_ref import toolchain
-
     monkeypatch.setattr(toolchain, "_candidates", list)
     with pytest.raises(BuildError, match=r"no nvcc on PATH, in CUDA_HOME or among the PyPI wheels; install .*cuda-toolkit\[nvcc"):
         toolchain.find_nvcc.__wrapped__()
@@ -168,8 +157,6 @@ def test_missing_compilers_are_named(monkeypatch):
 
 
 def test_nvcc_of_the_wheels_gets_their_folders(tmp_path, monkeypatch):
-    from cuda_ref import toolchain
-
     nvcc = tmp_path / "cu13" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.9\n")
