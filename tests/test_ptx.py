@@ -172,6 +172,22 @@ def test_a_product_and_a_sum_become_one_fma():
     assert "fma.rn.f32" in lower(source(build_contraction, 2), "sm_80", "ptx")
 
 
+def build_opaque_copies(lang, config):
+    u32, uint32, pointer, tid, opaque = lang.u32, lang.uint32, lang.pointer, lang.tid_x, lang.opaque
+
+    def kernel(x, y):
+        p, q, t = pointer(x, u32), pointer(y, u32), tid()
+        q[t] = uint32(opaque(t) * p[0] - opaque(t) * p[0])
+
+    return kernel
+
+
+def test_two_opaque_copies_are_never_taken_for_the_same():
+    code = lower(source(build_opaque_copies, 2), "sm_80", "ptx")
+    assert len(re.findall(r"inline asm\s+mov\.u32", code)) == 2
+    assert len(re.findall(r"mul\.lo\.s32", code)) == 2
+
+
 def build_quotient(lang, config):
     u32, uint32, pointer, tid = lang.u32, lang.uint32, lang.pointer, lang.tid_x
 

@@ -132,6 +132,8 @@ ARITHMETIC = [
                      lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32), rtol=ULP, atol=1e-45),
     elementwise_case("tanh_f32", ["f32"], "f32", r"ex2\.approx", floats(1, 2.0),
                      lambda x: np.tanh(x.astype(np.float64)), rtol=3 * ULP, atol=1e-45),
+    elementwise_case("opaque", ["u32"], "u32", r"inline asm\s+mov\.u32 %r\d+, %r\d+;", lambda rng: [float_patterns(rng)[0].view(np.uint32)],
+                     lambda x: x),
     elementwise_case("b32_to_f32", ["u32"], "f32", r"ld\.global", lambda rng: [float_patterns(rng)[0].view(np.uint32)],
                      lambda x: x.view(np.float32)),
     elementwise_case("f32_to_b32", ["f32"], "u32", r"ld\.global", floats(1, 1.0), lambda x: x.view(np.uint32)),
