@@ -36,7 +36,7 @@ SOURCE_DIR = Path(__file__).resolve().parent
 # Slowest first, so that no compiler is left alone at the end.
 KERNEL_SOURCES = ("mma_m16.cu", "mma_m32.cu", "mma_m64.cu", "paged.cu", "flash.cu", "naive.cu", "schedule.cu", "combine.cu", "mma.cu", "capi.cu",
                   "validate.cu", "device.cu")
-HOST_SOURCES = ("host/matrix.cpp", "host/async.cpp", "host/scheduler.cpp")
+HOST_SOURCES = ("host/matrix.cpp", "host/warpgroup.cpp", "host/async.cpp", "host/scheduler.cpp")
 LIBRARY = "libverify_attn.so"
 SMOKE = "smoke"
 

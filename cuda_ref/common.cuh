@@ -22,9 +22,9 @@ __host__ __device__ constexpr int64_t min64(int64_t a, int64_t b) { return a < b
 __host__ __device__ constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 #ifdef __CUDACC__
-// The block's dynamic shared memory, 128-byte aligned, as mma's swizzle wants it.
+// The block's dynamic shared memory, 1024-byte aligned, as wgmma's swizzle wants it (mma's wants 128).
 __device__ __forceinline__ float* shared_memory() {
-    extern __shared__ __align__(128) float4 nvr_dynamic_shared[];
+    extern __shared__ __align__(1024) float4 nvr_dynamic_shared[];
     return reinterpret_cast<float*>(nvr_dynamic_shared);
 }
 #endif

@@ -2,7 +2,7 @@
 //
 // Results of several registers come back through references to arrays; indexed by constants they stay in registers. Shared memory is
 // named by its 32-bit address (shared_address), global memory by pointers. Titles in quotation marks are sections of the PTX ISA manual.
-// Warp-wide instructions (named barriers, ldmatrix, mma, setmaxnreg) want all 32 lanes.
+// Warp-wide instructions (named barriers, ldmatrix, mma, setmaxnreg) want all 32 lanes. wgmma: wgmma_ptx.cuh.
 #pragma once
 
 #include "common.cuh"
@@ -43,6 +43,15 @@ __device__ __forceinline__ void mbarrier_init(uint32_t address, uint32_t count) 
 // "mbarrier.arrive": one arrival; what this thread wrote before is seen by whoever waits for the phase.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t address) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address) : "memory");
+}
+
+// The same for `count` arrivals at once, one thread for others whose work it has seen. A single instruction from sm_90 on.
+__device__ __forceinline__ void mbarrier_arrive_count(uint32_t address, uint32_t count) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(address), "r"(count) : "memory");
+#else
+    for (uint32_t i = 0; i < count; ++i) mbarrier_arrive(address);
+#endif
 }
 
 // "mbarrier.test_wait / try_wait": returns when the phase of that parity has completed: phases 0, 2, ... have parity 0. A new barrier

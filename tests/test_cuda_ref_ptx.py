@@ -1,6 +1,7 @@
 """ptx.cuh: what each instruction does, on the CPU and on the GPU, against NumPy; what the fiber layer reports; that the assembly assembles."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 from support.instructions import SPECIAL
 from support.units import PLACES, SOURCES, Programs, compile_host, needs_nvcc
+from support.warpgroup import BASE, Product
 
 from cuda_ref import binding, build, toolchain
+from numba_verify.gpu import driver
 
 UNIT = Path(__file__).parent / "support" / "ptx_unit.cu"
 FLOAT16 = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
@@ -166,10 +169,49 @@ def test_attention_shaped_product(unit, dtype):
     np.testing.assert_allclose(out, scores.astype(FLOAT16[dtype]).astype(np.float64) @ kv, rtol=0, atol=3e-4)
 
 
+# --- products of a warpgroup ----------------------------------------------------------------------------------------------
+
+
+def needs_hopper(unit):
+    if unit.place == "gpu" and driver.device_info(0).arch != "sm_90a":
+        pytest.skip("wgmma needs sm_90a")
+
+
+@pytest.mark.parametrize("product", [
+    Product(64, "bfloat16", False, 128, "ss", True), Product(256, "float16", True, 128, "rs", False),
+    Product(8, "float16", False, 0, "ss", False), Product(96, "bfloat16", True, 0, "rs", True),
+], ids=str)  # fmt: skip
+def test_wgmma(unit, product):
+    """Operands in shared memory in every way that is known; what lies between them is NaN."""
+    needs_hopper(unit)
+    given = product.inputs(np.random.default_rng(7))
+    image, a, _, c, _ = given
+    got = unit(str(product), np.concatenate([x.view(np.uint16).ravel() for x in (image, a, c)]), (64, product.n), np.float32)
+    product.check(given, [got])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_wgmma_in_groups(unit, seed):
+    needs_hopper(unit)
+    image, a, b, c, _ = BASE.inputs(np.random.default_rng(8))
+    got = unit("wgmma_groups", np.concatenate([x.view(np.uint16).ravel() for x in (image, a, c)]), (2, 64, 64), np.float32, seed)
+    for made, k in zip(got, (slice(0, 16), slice(16, 64)), strict=True):
+        np.testing.assert_allclose(made, a[:, k].astype(np.float64) @ b[:, k].T.astype(np.float64), rtol=0, atol=3e-5)
+
+
+def test_a_product_happens_at_the_wait_that_ends_it(unit):
+    if unit.place == "gpu":
+        return  # whatever the GPU shows before the wait is right
+    right_away, ended, taken = unit("wgmma_late", np.zeros(1, np.float32), (128, 3), np.float32).T
+    assert np.isnan(right_away).all() and np.isnan(ended).all()
+    np.testing.assert_array_equal(taken, 0)
+
+
 # --- what the fiber layer reports -----------------------------------------------------------------------------------------
 
-# Kernels that must fail in a block of 96 threads with 1024 bytes of shared memory, each with what the report says. `base`: the shared
-# address where it begins; `t`: the thread; r: uint32_t[4].
+# Kernels that must fail in a block of 96 threads with 1024 bytes of shared memory (128 and 4096 if they multiply by warpgroup), each with what
+# the report says. `base`: the shared address where it begins; `t`: the thread; r: uint32_t[4]; acc: float[4]; a, b: descriptors of operands
+# for 8 columns.
 BAD_KERNELS = {
     "named barrier that too few come to": (
         "if (t < 64) ptx::named_barrier<2, 96>::sync();",
@@ -224,6 +266,43 @@ BAD_KERNELS = {
         "if (t == 0) { ptx::mbarrier_init(base, 1); ptx::cp_async_16(base + 16, p.data); ptx::cp_async_mbarrier_arrive_noinc(base); "
         "p.data[0] = static_cast<uint32_t>(shared_memory()[4]); }",
         "use-after-poison"),
+    "too many arrivals at once": (
+        "if (t == 0) { ptx::mbarrier_init(base, 8); ptx::mbarrier_arrive_count(base, 5); ptx::mbarrier_arrive_count(base, 5); }",
+        "mbarrier_arrive: 5 arrivals at once, and the phase misses 3"),
+    "no warpgroup": ("host::wgmma_fence();", "wgmma_fence: the block's last warps are no warpgroup"),
+    "a warp without the others of its group": (
+        "ptx::wgmma_fence(); if (t < 96) ptx::wgmma_ss<false, Fp16>(acc, a, b, false);",
+        "32 have ended; 96 wait for the rest of their warpgroup"),
+    "warps of a group at two instructions": (
+        "if (t < 64) ptx::wgmma_fence(); else ptx::wgmma_commit();",
+        "warps of a warpgroup meet at two different instructions, wgmma_fence and wgmma_commit"),
+    "threads of a group that disagree": (
+        "ptx::wgmma_fence(); ptx::wgmma_ss<false, Fp16>(acc, a, b + (t == 70), false);",
+        "wgmma: thread 70 of the warpgroup brings other descriptors, or another product, than this one"),
+    "no wgmma_fence": (
+        "ptx::wgmma_ss<false, Fp16>(acc, a, b, false);", "wgmma: no wgmma_fence since the last wgmma_wait that took accumulators, or none"),
+    "no wgmma_fence since the wait": (
+        "ptx::wgmma_fence(); ptx::wgmma_ss<false, Fp16>(acc, a, b, false); ptx::wgmma_commit(); ptx::wgmma_wait<0>(acc); "
+        "ptx::wgmma_ss<false, Fp16>(acc, a, b, true);",
+        "wgmma: no wgmma_fence since the last wgmma_wait that took accumulators, or none"),
+    "accumulators written on their way": (
+        "ptx::wgmma_fence(); ptx::wgmma_ss<false, Fp16>(acc, a, b, false); ptx::wgmma_commit(); if (t == 9) acc[2] = 1.0f; ptx::wgmma_wait<0>(acc);",
+        "wgmma: thread 9 of the warpgroup wrote accumulators of a product on its way, before a wgmma_wait took them"),
+    "accumulators taken too early": (
+        "ptx::wgmma_fence(); ptx::wgmma_ss<false, Fp16>(acc, a, b, false); ptx::wgmma_commit(); ptx::wgmma_wait<1>(acc);",
+        "wgmma_wait: it takes the accumulators of a product whose group it does not wait for"),
+    "wgmma beyond shared memory": (
+        "ptx::wgmma_fence(); ptx::wgmma_ss<false, Fp16>(acc, a, b + 128, false);", "wgmma: shared address 5120 is out of bounds"),
+    "wgmma off the swizzle's pattern": (
+        "ptx::wgmma_fence(); ptx::wgmma_ss<false, Fp16>(acc, a, ptx::wgmma_descriptor<16, 1024, 128>(base + 384), false);",
+        "wgmma, B: it begins in row 3 of the swizzle's pattern, not in row 0"),
+    "wgmma across the swizzle's rows": (
+        "ptx::wgmma_fence(); ptx::wgmma_ss<false, Fp16>(acc, a, ptx::wgmma_descriptor<16, 1024, 128>(base) + 7, false);",
+        "wgmma, B: rows of 32 bytes from byte 112 on leave the 128 bytes of the swizzle"),
+    "wgmma of a broken descriptor": (
+        "ptx::wgmma_fence(); ptx::wgmma_ss<false, Fp16>(acc, a + (1 << 14), b, false);", "wgmma, A: 0x800404040 is no descriptor"),
+    "copy read by wgmma on its way": (
+        "ptx::cp_async_16(base + 16 * t, p.data); ptx::wgmma_fence(); ptx::wgmma_ss<false, Fp16>(acc, a, b, false);", "use-after-poison"),
     "copy on the heels of another": ("if (t == 0) { ptx::cp_async_16(base, p.data); ptx::cp_async_16(base, p.data); }", "use-after-poison"),
 }  # fmt: skip
 
@@ -236,14 +315,15 @@ def bad_kernels(tmp_path_factory):
         f"void bad{i}(P p) {{\n"
         "    const int t = static_cast<int>(threadIdx.x);\n"
         "    const uint32_t base = ptx::shared_address(shared_memory());\n"
-        "    uint32_t r[4] = {};\n"
-        f"    (void)t, (void)base, (void)r, (void)p;\n    {body}\n}}\n"
+        "    uint32_t r[4] = {};\n    float acc[4] = {};\n"
+        "    const uint64_t a = ptx::wgmma_descriptor<1024, 128, 0>(base), b = ptx::wgmma_descriptor<128, 0, 0>(base + 2048);\n"
+        f"    (void)t, (void)base, (void)r, (void)acc, (void)a, (void)b, (void)p;\n    {body}\n}}\n"
         for i, (body, _) in enumerate(BAD_KERNELS.values())
     )
-    calls = "".join(f"    if (number == {i}) status = launch<bad{i}>({{}}, \"bad\", dim3(2), 96, 1024, nullptr, p);\n"
-                    for i in range(len(BAD_KERNELS)))  # fmt: skip
+    calls = "".join(f"    if (number == {i}) status = launch<bad{i}>({{}}, \"bad\", dim3(2), {'128, 4096' if 'ptx::wgmma_' in body else '96, 1024'}, "
+                    "nullptr, p);\n" for i, (body, _) in enumerate(BAD_KERNELS.values()))  # fmt: skip
     (folder / "bad.cpp").write_text(
-        '#include <stdio.h>\n#include <stdlib.h>\n#include "device.cuh"\n#include "ptx.cuh"\nusing namespace nvr;\n'
+        '#include <stdio.h>\n#include <stdlib.h>\n#include "device.cuh"\n#include "wgmma_ptx.cuh"\nusing namespace nvr;\n'
         f"struct P {{ uint32_t* data; }};\n{kernels}"
         "int main(int, char** argv) {\n"
         "    P p = {static_cast<uint32_t*>(aligned_alloc(16, 16))};\n"
@@ -272,7 +352,7 @@ def test_bad_kernel_is_reported_and_does_not_hang(bad_kernels, name):
 def test_assembles(tmp_path, arch):
     """ptxas takes every instruction; what an architecture lacks is replaced or left out."""
     nvcc = toolchain.find_nvcc()
-    toolchain.run([str(nvcc.path), *build.NVCC_FLAGS, *nvcc.flags, f"-I{SOURCES}", "-cubin", f"-arch=sm_{arch}", "--keep", "--keep-dir",
+    log = toolchain.run([str(nvcc.path), *build.NVCC_FLAGS, *nvcc.flags, f"-I{SOURCES}", "-cubin", f"-arch=sm_{arch}", "--keep", "--keep-dir",
                    str(tmp_path), "-o", str(tmp_path / "unit.cubin"), str(UNIT)], "compiling failed")  # fmt: skip
     text = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
     always = ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "f32.bf16.bf16.f32", "f32.f16.f16.f32",
@@ -282,4 +362,11 @@ def test_assembles(tmp_path, arch):
     assert [name for name in always if name not in text] == []
     suspends = arch != "80"
     assert ("mbarrier.try_wait.parity" in text, "mbarrier.test_wait.parity" in text) == (suspends, not suspends)
-    assert ("setmaxnreg.dec.sync.aligned.u32 40" in text) == (arch == "90a")
+    assert ("mbarrier.arrive.shared.b64 state, [%r1], %r2" in re.sub(r"%r\d+\], %r\d+", "%r1], %r2", text)) == suspends
+    assert ("fence.proxy.async.shared::cta" in text) == suspends
+    hopper = ("setmaxnreg.dec.sync.aligned.u32 40", "wgmma.fence.sync.aligned", "wgmma.commit_group.sync.aligned", "wgmma.wait_group.sync.aligned 1",
+              "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16",
+              "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16", "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16")  # fmt: skip
+    assert [name for name in hopper if (name in text) != (arch == "90a")] == []
+    # No product waits for another, as it would if ptxas saw its registers touched on their way.
+    assert not re.search(r"\(C75\d\d\)", log)

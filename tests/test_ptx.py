@@ -10,12 +10,13 @@ from support import instructions
 from support.device import backends
 from support.instructions import BLOCK, MEMORY, SYNCHRONISATION, TENSOR
 from support.signals import SIGNALS, SUSPENDED
+from support.warpgroup import PRODUCT_CASES, WARPGROUP
 
 from numba_verify.gpu import driver, sass, simulator
 from numba_verify.gpu.compile import KernelSource, compile_kernel, lower
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
-CASES = instructions.CASES + SIGNALS
+CASES = instructions.CASES + SIGNALS + WARPGROUP
 
 
 def by_name(cases):
@@ -74,7 +75,7 @@ def test_every_instruction_names_its_manual_section(ptx):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
-@by_name(CASES)
+@by_name(CASES + PRODUCT_CASES)
 def test_effect(case, backend):
     if backend.name == "gpu" and not case.exists_on(driver.device_info(0).arch):
         pytest.skip(f"{case.name} needs {case.needs}")
@@ -92,7 +93,7 @@ def test_becomes_its_instruction(case):
 
 @pytest.mark.parametrize("case, arch", [
     pytest.param(case, arch, id=f"{case.name}-{arch}")
-    for case in SYNCHRONISATION + MEMORY + TENSOR + SIGNALS for arch in ARCHITECTURES[1:] if case.exists_on(arch)
+    for case in SYNCHRONISATION + MEMORY + TENSOR + SIGNALS + WARPGROUP + PRODUCT_CASES for arch in ARCHITECTURES[1:] if case.exists_on(arch)
 ])
 def test_becomes_its_instruction_on_later_architectures(case, arch):
     assert re.search(case.instruction, lower(of_case(case), arch, "ptx"))
@@ -149,10 +150,102 @@ def test_a_wait_may_stand_many_times(suspend, arch, empty_cache):
     assert len(asked) >= 7 and all(name.endswith("TRYWAIT") is suspend for name in asked)
 
 
-@pytest.mark.parametrize("case, arch", [pytest.param(case, arch, id=f"{case.name}-{arch}") for case in SIGNALS for arch in ARCHITECTURES
-                                        if case.exists_on(arch)])
+@pytest.mark.parametrize("case, arch", [pytest.param(case, arch, id=f"{case.name}-{arch}") for case in SIGNALS + WARPGROUP
+                                        for arch in ARCHITECTURES if case.exists_on(arch)])
 def test_signals_link_offline(case, arch, empty_cache):
     assert compile_kernel(of_case(case), arch).resources.stack_bytes == 0
+
+
+# --- products of a warpgroup ----------------------------------------------------------------------------------------------
+
+
+def build_products(mistake=None, accumulate=1):
+    """A loop of the shape of attention: S = Q K^T, then O = O * s + S V, with the accumulators passed through device functions."""
+
+    def build(lang, config):
+        u32, f32, uint32, uint64, float32 = lang.u32, lang.f32, lang.uint32, lang.uint64, lang.float32
+        unroll, pointer, tid, at = lang.unroll, lang.pointer, lang.tid_x, lang.shared_address
+        new_o, new_s, new_p, pack = lang.local_array(128, f32), lang.local_array(32, f32), lang.local_array(16, u32), lang.f32_to_bf16x2
+        scores, values = lang.wgmma_ss(64, "bfloat16", False), lang.wgmma_rs(256, "bfloat16", True)
+        fence, commit, take_s, take_o = lang.wgmma_fence, lang.wgmma_commit, lang.wgmma_wait(0, 32), lang.wgmma_wait(0, 128)
+        of_k, of_v, opaque64 = lang.wgmma_descriptor(16, 1024, 128), lang.wgmma_descriptor(8192, 1024, 128), lang.opaque64
+
+        @lang.device
+        def score(s, q, k):
+            fence()
+            for i in range(4):
+                unroll()
+                scores(s, uint64(q + uint64(2 * i)), uint64(k + uint64(2 * i)), uint32(0) if i == 0 else uint32(1))
+            commit()
+            take_s(s)
+
+        @lang.device
+        def scale(o, factor):
+            for i in range(128):
+                unroll()
+                o[i] = o[i] * factor
+
+        @lang.device
+        def add(o, s, p, v, mode):
+            for i in range(16):
+                unroll()
+                p[i] = pack(s[2 * i + 1], s[2 * i])
+            fence()
+            for i in range(4):
+                unroll()
+                values(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], uint64(v + uint64(128 * i)), mode)
+                if mistake == "between":
+                    o[i] = o[i] + float32(1)
+            commit()
+            if mistake == "before":
+                scale(o, s[1])
+            take_o(o)
+
+        def kernel(n, y):
+            o, s, p, t, base = new_o(), new_s(), new_p(), tid(), at(uint32(0))
+            q, k, v = of_k(base), of_k(uint32(base + uint32(16384))), of_v(uint32(base + uint32(16384)))
+            count = pointer(n, u32)[0]
+            mode = pointer(n, u32)[1] if accumulate is None else uint32(accumulate)
+            for i in range(128):
+                unroll()
+                o[i] = float32(0)
+            for _ in range(count):
+                score(s, opaque64(q), opaque64(k))
+                scale(o, s[0])
+                add(o, s, p, opaque64(v), mode)
+            for i in range(128):
+                unroll()
+                pointer(y, f32)[uint32(i * BLOCK) + t] = o[i]
+
+        return kernel
+
+    return build
+
+
+def test_accumulators_stay_in_registers(empty_cache):
+    cubin = compile_kernel(source(build_products(), 2, "products", shared_bytes=65536), "sm_90a")
+    assert (cubin.resources.stack_bytes, cubin.resources.spill_store_bytes) == (0, 0)
+    if sass.find_nvdisasm() is None:
+        return
+    code = [name for name in sass.opcodes(cubin.code)[cubin.symbol] if "GMMA" in name or name.startswith("WARPGROUP")]
+    # Nothing waits but the two waits of the kernel.
+    assert code == ["WARPGROUP.ARRIVE", *["HGMMA.64x64x16.F32.BF16"] * 4, "WARPGROUP.DEPBAR.LE",
+                    "WARPGROUP.ARRIVE", *["HGMMA.64x256x16.F32.BF16"] * 4, "WARPGROUP.DEPBAR.LE"]
+
+
+@pytest.mark.parametrize("mistake", ["before", "between"])
+def test_accumulators_touched_before_the_wait_are_refused(mistake, empty_cache):
+    with pytest.raises(RuntimeError, match=rf"{mistake}_None: the compiler put waits between its wgmma: .*C751\d"):
+        compile_kernel(source(build_products(mistake), 2, mistake, shared_bytes=65536), "sm_90a")
+
+
+@pytest.mark.skipif(sass.find_nvdisasm() is None, reason="needs nvdisasm")
+def test_a_constant_accumulate_is_no_predicate_to_compute(empty_cache):
+    def comparisons(mode):
+        cubin = compile_kernel(source(build_products(accumulate=mode), 2, f"accumulate {mode}", shared_bytes=65536), "sm_90a")
+        return sum("SETP" in name for name in sass.opcodes(cubin.code)[cubin.symbol])
+
+    assert comparisons(0) == comparisons(1) < comparisons(None)
 
 
 # --- what the compiler does around them -----------------------------------------------------------------------------------
@@ -311,6 +404,12 @@ def test_the_number_of_groups_in_flight_is_checked(newest, language, ptx):
     ("numbered_barrier", (48,), "a multiple of 32 threads"),
     ("set_max_registers", (20, False), "a multiple of 8 from 24 to 256"), ("set_max_registers", (264, True), "a multiple of 8 from 24 to 256"),
     ("set_max_registers", (42, True), "a multiple of 8 from 24 to 256"),
+    ("wgmma_ss", (12, "bfloat16", False), "a multiple of 8 columns from 8 to 256"), ("wgmma_rs", (264, "bfloat16", False), "from 8 to 256"),
+    ("wgmma_ss", (0, "bfloat16", False), "from 8 to 256"), ("wgmma_rs", (64, "float32", False), "dtype 'bfloat16' or 'float16'"),
+    ("wgmma_ss", (64, "float16", 1), "for transpose_b, got 1"), ("wgmma_ss", (64, "float16", True, -4), "the number of the first accumulator"),
+    ("wgmma_wait", (8, 32), "an int from 0 to 7"), ("wgmma_wait", (-1, 0), "an int from 0 to 7"), ("wgmma_wait", (0, 257), "an int from 0 to 256"),
+    ("wgmma_descriptor", (8, 1024, 0), "a multiple of 16 bytes below 262144 for leading, got 8"),
+    ("wgmma_descriptor", (16, 1 << 18, 128), "for stride, got 262144"), ("wgmma_descriptor", (16, 1024, 64), "swizzle 0 or 128"),
 ])
 @pytest.mark.parametrize("language", ["ptx", "simulator"])
 def test_constants_are_checked(language, name, arguments, text, ptx):

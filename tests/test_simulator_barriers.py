@@ -131,6 +131,26 @@ def test_a_phase_takes_as_many_arrivals_as_the_count():
           f"threads 0-63 in mbarrier_wait at {line_of(kernel, 'here')} (mbarrier at byte 0: phase 0 has 63 of 64 arrivals)")
 
 
+def test_a_thread_may_arrive_for_others():
+    def kernel():
+        t = lang.tid_x()
+        mbarriers(64)
+        for i in range(5):
+            lang.shared(512, lang.u32)[t] = i
+            lang.bar_warp_sync()
+            if t == 3:
+                lang.mbarrier_arrive_count(FIRST, 31)
+            if t == 5:
+                lang.mbarrier_arrive(FIRST)
+            if t == 40:
+                lang.mbarrier_arrive_count(FIRST, 32)
+            wait(FIRST, i & 1)
+            assert lang.shared(512, lang.u32)[t ^ 63] == i
+            lang.bar_sync()
+
+    in_every_order(kernel)
+
+
 def test_phases_follow_one_another():
     def kernel():
         mbarriers(64)
@@ -174,6 +194,9 @@ def made_twice():
     (lambda: lang.mbarrier_init(FIRST, 1 << 20), "expected a count from 1 to 1048575"),
     (made_twice, "mbarrier_init: mbarrier at byte 0: phase 0 has 0 of 1 arrivals, and is made a second time"),
     (lambda: (mbarriers(1), wait(FIRST, 2)), "expected a parity of 0 or 1, got 2"),
+    (lambda: (mbarriers(8), lang.mbarrier_arrive_count(FIRST, 5)), "mbarrier at byte 0: phase 0 has 5 of 8 arrivals, and 5 more come at once"),
+    (lambda: (mbarriers(8), lang.mbarrier_arrive_count(FIRST, 0)), "and 0 more come at once"),
+    (lambda: lang.mbarrier_arrive_count(FIRST, 1), "mbarrier_arrive_count: there is no mbarrier"),
     (overwritten, "mbarrier_arrive: the mbarrier at byte 0 was overwritten"),
 ])
 def test_misuse_of_mbarriers(kernel, text):

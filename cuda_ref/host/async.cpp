@@ -115,9 +115,12 @@ void mbarrier_init(uint32_t address, uint32_t count) {
     block->mbarriers.push_back({address, count, count, 0, {}, {}, 0});
 }
 
-void mbarrier_arrive(uint32_t address) {
+void mbarrier_arrive(uint32_t address, uint32_t count) {
     Mbarrier& barrier = open_phase(address, "mbarrier_arrive");
-    --barrier.missing;
+    if (count == 0 || count > barrier.missing - barrier.promised.size()) {
+        give_up("mbarrier_arrive: %u arrivals at once, and the phase misses %zu", count, barrier.missing - barrier.promised.size());
+    }
+    barrier.missing -= count;
     complete_if_seen(&barrier);
 }
 

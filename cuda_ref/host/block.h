@@ -1,11 +1,13 @@
-// The state of a launch and the ways to wait, for the files of the fiber layer alone. Kernels see cuda_on_cpu.h and ptx_on_cpu.h.
+// The state of a launch and the ways to wait, for the files of the fiber layer alone. Kernels see the *_on_cpu.h.
 #pragma once
 
 #include <deque>
+#include <list>
 #include <vector>
 
 #include "cuda_on_cpu.h"
 #include "fiber.h"
+#include "ptx_on_cpu.h"
 
 namespace nvr {
 namespace host {
@@ -15,6 +17,8 @@ constexpr int MAX_WARPS = MAX_THREADS / WARP_LANES;
 constexpr int NAMED_BARRIERS = 16;
 constexpr unsigned EVERY_LANE = 0xffffffffu;
 constexpr int COPY_BYTES = 16;
+constexpr int WARPGROUP_WARPS = 4;
+constexpr int WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_LANES;
 
 // A cp.async that has not landed. The bytes are read when it starts, where an error is the running thread's.
 struct Copy {
@@ -62,12 +66,38 @@ struct Mbarrier {
     int waiters;
 };
 
+// The same local array in all threads of a warpgroup, from the first product into it until a wait takes it; the arrays hold NaN meanwhile.
+struct Accumulators {
+    float* arrays[WARPGROUP_THREADS];
+    int count;                 // elements of an array
+    std::vector<float> value;  // the matrix [64][2 count] that the ended products have made
+    uint64_t last;             // number of the last product
+};
+
+// A wgmma on its way.
+struct Product {
+    Accumulators* acc;
+    WgmmaForm form;
+    std::vector<float> a;  // where it came in registers
+};
+
+struct Warpgroup {
+    int arrived = 0;                    // warps that wait for the others
+    const char* instruction = nullptr;  // that they have come to
+    bool fenced = false;                // since the last wait that took accumulators
+    uint64_t issued = 0, ended = 0;     // products
+    std::vector<Product> open;
+    std::deque<std::vector<Product>> groups;  // committed, oldest first
+    std::list<Accumulators> accumulators;
+};
+
 // All state of the launch that one OS thread works on. Stacks are kept for the next launch.
 struct Block {
     Fiber fibers[MAX_THREADS];
     Warp warps[MAX_WARPS];
     NamedBarrier named[NAMED_BARRIERS];
     std::vector<Mbarrier> mbarriers;
+    Warpgroup warpgroups[MAX_THREADS / WARPGROUP_THREADS];
     Context main;
     char* stacks = nullptr;
     int threads = 0, at_barrier = 0, ended = 0;
@@ -104,6 +134,9 @@ unsigned char* shared_at(uint32_t address, uint32_t bytes, const char* instructi
 // In async.cpp: a new block has no copies in flight and no mbarriers; what its mbarriers wait for.
 void reset_async();
 void describe_mbarriers(char* text, size_t size);
+
+// In warpgroup.cpp: a new block has no products on their way.
+void reset_warpgroups();
 
 }  // namespace host
 }  // namespace nvr

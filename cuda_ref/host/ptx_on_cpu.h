@@ -25,11 +25,24 @@ void commit_copies();
 void wait_for_copies(int newest);
 
 void mbarrier_init(uint32_t address, uint32_t count);
-void mbarrier_arrive(uint32_t address);
+void mbarrier_arrive(uint32_t address, uint32_t count);
 void mbarrier_arrive_after_copies(uint32_t address);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 
 void named_barrier(int number, int threads, bool wait);
+
+// wgmma (wgmma_on_cpu.h): what a product is, apart from its registers. Of A either the descriptor or the registers.
+struct WgmmaForm {
+    uint64_t a, b;
+    int count;  // accumulators of a thread
+    bool accumulate, transpose_b, bf16, a_in_registers;
+};
+
+void wgmma(float* acc, const uint32_t* a, const WgmmaForm& form);
+void wgmma_fence();
+void wgmma_commit();
+// acc: NULL if it takes none.
+void wgmma_wait(int newest, float* acc, int count);
 
 }  // namespace host
 
@@ -52,7 +65,8 @@ struct numbered_barrier {
 };
 
 inline void mbarrier_init(uint32_t address, uint32_t count) { host::mbarrier_init(address, count); }
-inline void mbarrier_arrive(uint32_t address) { host::mbarrier_arrive(address); }
+inline void mbarrier_arrive(uint32_t address) { host::mbarrier_arrive(address, 1); }
+inline void mbarrier_arrive_count(uint32_t address, uint32_t count) { host::mbarrier_arrive(address, count); }
 inline void mbarrier_wait(uint32_t address, uint32_t parity) { host::mbarrier_wait(address, parity); }
 
 inline void cp_async_16(uint32_t shared_address, const void* source) { host::begin_copy(shared_address, source, 16); }

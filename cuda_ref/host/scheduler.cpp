@@ -131,6 +131,12 @@ const char* describe_deadlock() {
                                              "; %d wait at named barrier %d, where %d of %d have arrived",
                                              __builtin_popcount(barrier.waiting) * WARP_LANES, number, barrier.arrived, barrier.threads));
     }
+    int in_warpgroup = 0;
+    for (const Warpgroup& group : block->warpgroups) in_warpgroup += group.arrived * WARP_LANES;
+    if (in_warpgroup != 0 && used < sizeof block->trouble) {
+        used += static_cast<size_t>(snprintf(block->trouble + used, sizeof block->trouble - used, "; %d wait for the rest of their warpgroup",
+                                             in_warpgroup));
+    }
     if (used < sizeof block->trouble) describe_mbarriers(block->trouble + used, sizeof block->trouble - used);
     return block->trouble;
 }
@@ -140,6 +146,7 @@ const char* run_block(dim3 grid, dim3 index) {
     block->trouble[0] = '\0';
     for (NamedBarrier& barrier : block->named) barrier = {};
     reset_async();
+    reset_warpgroups();
     memset(block->shared, 0xff, block->shared_bytes);
     for (int w = 0; w < block->threads / WARP_LANES; ++w) {
         block->warps[w].ready = EVERY_LANE;
@@ -301,6 +308,7 @@ const char* run_grid(dim3 grid, int threads, size_t shared, void (*body)(const v
         for (unsigned x = 0; x < grid.x && trouble == nullptr; ++x) trouble = run_block(grid, dim3(x, y, 0));
     }
     reset_async();
+    reset_warpgroups();
     free(memory);
     running = nullptr;
     return trouble;

@@ -243,9 +243,20 @@ def compile_uncached(source: KernelSource, arch: str) -> Cubin:
     linker = Linker(ObjectCode.from_ltoir(lower(source, arch, "ltoir")), options=options)
     code = bytes(linker.link("cubin").code)
     log = linker.get_info_log()
+    _refuse_injected_waits(log, source)
     # The log does not always name the entry; the section of its code does.
     symbol = re.search(rb"\.text\.([\w$]+)", code).group(1).decode()
     return Cubin(code, symbol, arch, _parse_report(log, source), cached=False)
+
+
+def _refuse_injected_waits(log: str, source: KernelSource) -> None:
+    """C7510 to C7520: ptxas saw the registers of a wgmma in flight touched, or could not rule it out, and put waits where the kernel has none.
+
+    Right and slow: a mistake of the kernel, not of its caller.
+    """
+    notes = re.findall(r"[^\n]*(?:\(C75(?:1\d|20)\)|wgmma\.mma_async instructions are serialized)[^\n]*", log)
+    if notes:
+        raise RuntimeError(f"{source.variant}: the compiler put waits between its wgmma: {' '.join(notes)[:600]}")
 
 
 def _parse_report(log: str, source: KernelSource) -> Resources:

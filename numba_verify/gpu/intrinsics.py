@@ -1,8 +1,8 @@
 """The llvmlite machinery behind `ptx.py`: how a PTX instruction becomes a name that numba can compile.
 
-Three tools: `instruction` wraps one line of inline PTX, `vector_load` / `vector_store` are 8- and 16-byte accesses that NVVM
-understands (so it may schedule and hoist them), and the pointer, local-array and unroll intrinsics are what plain
-numba-cuda lacks. Nothing here needs a driver or a GPU.
+The tools: `instruction` wraps one line of inline PTX, `in_place` one that changes a local array, `vector_load` / `vector_store`
+are 8- and 16-byte accesses that NVVM understands (so it may schedule and hoist them), and the pointer, local-array and unroll
+intrinsics are what plain numba-cuda lacks. Nothing here needs a driver or a GPU.
 """
 
 import inspect
@@ -110,6 +110,36 @@ def instruction(text, *, volatile=False, memory=False, convergent=False, tied=()
             assembly = ir.InlineAsm(function_type, text, ",".join(constraints), side_effect=volatile or memory)
             value = builder.call(assembly, arguments, attrs=attributes)
             return [value] if len(outputs) == 1 else [builder.extract_value(value, i) for i in range(len(outputs))]
+
+        return declaration.publish(codegen)
+
+    return decorate
+
+
+def in_place(text, count, *, first=0, memory=False):
+    """Decorator: the annotated, empty function below it becomes the PTX `text`, which changes a local array in its registers.
+
+    The first argument is the array: `count` float32 of it, from `first` on, are operands $0 to $count - 1, each read and
+    written, and the other arguments follow. Always volatile and convergent; memory as in `instruction`. Loads and stores around the
+    instruction go away once everything is inlined, like those of any local array that is indexed by constants.
+    """
+
+    def decorate(function):
+        declaration = Declaration(function)
+        others = declaration.arguments[1:]
+        element, letter = REGISTERS[types.float32]
+        constraints = ["=" + letter] * count + [REGISTERS[argument][1] for argument in others] + [str(i) for i in range(count)]
+        if memory:
+            constraints.append("~{memory}")
+        function_type = ir.FunctionType(ir.LiteralStructType([element] * count), [REGISTERS[argument][0] for argument in others] + [element] * count)
+        assembly = ir.InlineAsm(function_type, text, ",".join(constraints), side_effect=True)
+
+        def codegen(builder, arguments):
+            places = [builder.gep(arguments[0], [I32(first + i)]) for i in range(count)]
+            values = builder.call(assembly, [*arguments[1:], *map(builder.load, places)], attrs=("convergent",))
+            for i, place in enumerate(places):
+                builder.store(builder.extract_value(values, i), place)
+            return []
 
         return declaration.publish(codegen)
 

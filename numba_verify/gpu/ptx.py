@@ -8,7 +8,8 @@ Register classes: u16 "h", u32 / i32 "r", u64 / i64 "l", f32 "f". A float64 wher
 bare literal such as `1.0` turns an expression into float64, which is slow; write `float32(1.0)`. Integers are
 converted in silence, but unsigned 32-bit arithmetic widens to 64 bits in numba, so wrap results in `uint32(...)`.
 
-Warp-wide instructions (shfl, vote, ldmatrix, mma, bar.warp.sync) want all 32 lanes: the member mask is always full.
+Warp-wide instructions (shfl, vote, ldmatrix, mma, bar.warp.sync) want all 32 lanes: the member mask is always full. What a
+warpgroup executes together (wgmma, setmaxnreg) comes from `warpgroup.py`.
 """
 
 import numpy
@@ -18,6 +19,16 @@ from numba.cuda.extending import intrinsic
 
 from . import intrinsics, operands
 from .intrinsics import GLOBAL_SPACE, SHARED_SPACE, expression, instruction, llvm_intrinsic, vector_load, vector_store
+from .warpgroup import (  # noqa: F401 (part of this vocabulary)
+    fence_proxy_async,
+    set_max_registers,
+    wgmma_commit,
+    wgmma_descriptor,
+    wgmma_fence,
+    wgmma_rs,
+    wgmma_ss,
+    wgmma_wait,
+)
 
 # --- types ------------------------------------------------------------------------------------------------------------
 
@@ -83,6 +94,11 @@ def shared(typingctx, offset, tag):
 @instruction("mov.u32 $0, $1;", volatile=True)
 def opaque(x: u32) -> u32:
     """A copy whose origin the compiler cannot see: what is computed from it is computed here, and not kept from before."""
+
+
+@instruction("mov.u64 $0, $1;", volatile=True)
+def opaque64(x: u64) -> u64:
+    """`opaque` for 64 bits, as addresses and matrix descriptors have."""
 
 
 @intrinsic
@@ -211,7 +227,7 @@ def shfl_sync_idx_f32(x: f32, lane: u32) -> f32:
 
 @instruction("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", volatile=True, convergent=True)
 def shfl_sync_idx_u32(x: u32, lane: u32) -> u32:
-    """"shfl.sync": `x` of lane `lane` (modulo 32). Orders no memory."""
+    """"shfl.sync": `x` of lane `lane` (modulo 32). Orders no memory. With a constant lane ptxas knows that all lanes get the same."""
 
 
 @instruction("{ .reg .pred p, q; setp.ne.u32 p, $1, 0; vote.sync.any.pred q, p, -1; selp.u32 $0, 1, 0, q; }",
@@ -399,6 +415,11 @@ def mbarrier_arrive(address: u32) -> None:
     """"mbarrier.arrive": one arrival, after all this thread did before; does not wait."""
 
 
+@instruction("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [$0], $1; }", memory=True, convergent=True)
+def mbarrier_arrive_count(address: u32, count: u32) -> None:
+    """"mbarrier.arrive", with a count: as many arrivals at once, one thread for others whose work it has seen."""
+
+
 @instruction("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", memory=True, convergent=True)
 def cp_async_mbarrier_arrive_noinc(address: u32) -> None:
     """"cp.async.mbarrier.arrive", .noinc: one arrival, when all copies that this thread has started so far are complete.
@@ -423,24 +444,6 @@ def mbarrier_wait(suspend):
         """"mbarrier.test_wait, mbarrier.try_wait"."""
 
     return wait
-
-
-# --- registers: "Miscellaneous Instructions" --------------------------------------------------------------------------------
-
-
-def set_max_registers(count, increase):
-    """Called in the factory: the instruction that lets every thread of its warpgroup own `count` registers from here on.
-
-    "setmaxnreg" (sm_90a): a multiple of 8 from 24 to 256. With `increase` it waits until others have given enough back.
-    """
-    operands.check_register_count(count)
-    direction = "inc" if increase else "dec"
-
-    @instruction(f"setmaxnreg.{direction}.sync.aligned.u32 {count};", volatile=True, convergent=True)
-    def set_registers() -> None:
-        """"setmaxnreg"."""
-
-    return set_registers
 
 
 # --- tensor cores: "Warp Level Matrix Instructions" ---------------------------------------------------------------------

@@ -3,7 +3,7 @@
     launch(kernel, grid=(x, y), block=128, shared_bytes=0, args=[...])
 
 `kernel` is what a kernel factory returned for `language()`, the twin of `ptx`. A thread runs until it has to wait for
-others (a barrier or a warp-wide instruction), then the next one runs; nothing is parallel, so a run is reproducible,
+others (a barrier or an instruction of its warp or warpgroup), then the next one runs; nothing is parallel, so a run is reproducible,
 and when nobody can go on the divergence is reported instead of hanging. Blocks run one after another.
 
 Numbers: integers are Python's (a kernel masks with uint32(...) where the GPU would wrap), float32 values are Python
@@ -66,13 +66,16 @@ class Thread(greenlet):
         self.copies = Copies(self.tid)
 
 
-class Warp:
-    """32 threads and what they have brought to the warp-wide instruction in progress."""
+class Together:
+    """Threads that execute instructions together, a warp or a warpgroup, and what they have brought to the one in progress."""
 
-    def __init__(self):
-        # What the first lane came to; the others must come to the same: operation, kernel code, place in it.
+    def __init__(self, members, size):
+        self.members = members
+        self.size = size
+        self.all_but_one = size - 1
+        # What the first of them came to; the others must come to the same: operation, kernel code, place in it.
         self.operation = self.code = self.instruction = None
-        self.values = [None] * WARP
+        self.values = [None] * size
         self.waiting = []
         self.result = None
 
@@ -87,8 +90,8 @@ class Block:
         self.index = None
         self.hub = getcurrent()
         self.shared = SharedMemory(shared_bytes)
-        self.races = RaceTracker(threads) if check_races else None
-        warps = [Warp() for _ in range(threads // WARP)]
+        self.races = RaceTracker(threads, shared_bytes) if check_races else None
+        warps = [Together("lanes of a warp", WARP) for _ in range(threads // WARP)]
         self.threads = [Thread(self, warps[tid // WARP], tid) for tid in range(threads)]
         for thread in self.threads:
             # A greenlet inherits the recursion depth of the one that starts it: all start here, not each in the last.
@@ -99,6 +102,7 @@ class Block:
         self.code = self.instruction = None
         self.named = {}  # by number
         self.mbarriers = {}  # by shared address
+        self.warpgroups = {}  # by number, those that multiply
         self.ready = deque()
 
     def run(self, index, order):
@@ -107,6 +111,7 @@ class Block:
         self.shared.poison()
         self.named.clear()
         self.mbarriers.clear()
+        self.warpgroups.clear()
         if self.races is not None:
             self.races.begin()
         for thread in self.threads:
@@ -150,24 +155,25 @@ def barrier(frame):
         block.races.join_block()
 
 
-def collective(me, operation, value, frame):
-    """The current thread `me` brings `value` to a warp-wide instruction, called in `frame`.
+def collective(me, operation, value, frame, group=None):
+    """The current thread `me` brings `value` to an instruction of its warp, or of a larger `group`, called in `frame`.
 
-    The last of the 32 lanes computes operation(values of all lanes, block); every lane gets that object.
+    The last of its threads computes operation(values of all of them, block); each gets that object.
     """
-    warp = me.warp
-    waiting = warp.waiting
+    if group is None:
+        group = me.warp
+    waiting = group.waiting
     if not waiting:
-        warp.operation, warp.code, warp.instruction = operation, frame.f_code, frame.f_lasti
-    elif frame.f_lasti != warp.instruction or frame.f_code is not warp.code or operation is not warp.operation:
-        raise SimulatorError(describe_waiting(me.block, waiting, "lanes of a warp meet at two different instructions", me))
-    warp.values[me.lane] = value
-    if len(waiting) < WARP - 1:
+        group.operation, group.code, group.instruction = operation, frame.f_code, frame.f_lasti
+    elif frame.f_lasti != group.instruction or frame.f_code is not group.code or operation is not group.operation:
+        raise SimulatorError(describe_waiting(me.block, waiting, f"{group.members} meet at two different instructions", me))
+    group.values[me.tid % group.size] = value
+    if len(waiting) < group.all_but_one:
         waiting.append(me)
         me.block.wait()
-        return warp.result
-    result = warp.result = operation(warp.values, me.block)
-    warp.values = [None] * WARP
+        return group.result
+    result = group.result = operation(group.values, me.block)
+    group.values = [None] * group.size
     me.block.ready.extend(waiting)
     waiting.clear()
     return result

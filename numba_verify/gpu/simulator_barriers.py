@@ -92,8 +92,10 @@ class MBarrier:
     def __str__(self):
         return f"mbarrier at byte {self.offset}: phase {self.phase} has {self.arrivals} of {self.count} arrivals"
 
-    def arrive(self, block, frame):
-        self.arrivals += 1
+    def arrive(self, block, frame, count=1):
+        if not 1 <= count <= self.count - self.arrivals:
+            raise MemoryFault(f"{self}, and {count} more come at once; a count is 1 or more and ends the phase at most")
+        self.arrivals += count
         if self.arrivals < self.count:
             return
         self.phase += 1

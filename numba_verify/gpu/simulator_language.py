@@ -18,6 +18,16 @@ from . import simulator_memory as memory
 from .simulator import barrier, collective
 from .simulator_memory import POISON, SHARED_BASE, MemoryFault, check_access
 from .simulator_races import TrackedPointer
+from .simulator_warpgroup import (  # noqa: F401 (part of this vocabulary)
+    fence_proxy_async,
+    set_max_registers,
+    wgmma_commit,
+    wgmma_descriptor,
+    wgmma_fence,
+    wgmma_rs,
+    wgmma_ss,
+    wgmma_wait,
+)
 
 _frame = sys._getframe
 
@@ -63,6 +73,9 @@ def shared(offset, tag):
 
 def opaque(x):
     return x
+
+
+opaque64 = opaque
 
 
 def shared_address(offset):
@@ -387,12 +400,20 @@ def mbarrier_init(address, count):
 
 
 def mbarrier_arrive(address):
+    _arrive(address, 1, "mbarrier_arrive", _frame(1))
+
+
+def mbarrier_arrive_count(address, count):
+    _arrive(address, count, "mbarrier_arrive_count", _frame(1))
+
+
+def _arrive(address, count, what, frame):
     me = getcurrent()
     block = me.block
-    found = barriers.find_mbarrier(block, address, "mbarrier_arrive")
+    found = barriers.find_mbarrier(block, address, what)
     if block.races is not None:
-        block.races.release_mbarrier(me, found, _frame(1))
-    found.arrive(block, _frame(1))
+        block.races.release_mbarrier(me, found, frame)
+    found.arrive(block, frame, count)
 
 
 def cp_async_mbarrier_arrive_noinc(address):
@@ -418,14 +439,6 @@ def mbarrier_wait(suspend):
             block.races.acquire_mbarrier(me, found, _frame(1))
 
     return mbarrier_wait
-
-
-# --- registers --------------------------------------------------------------------------------------------------------
-
-
-def set_max_registers(count, increase):
-    operands.check_register_count(count)
-    return lambda: None
 
 
 # --- tensor cores -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,10 @@ def _f16(bits):
     return bits.view(numpy.float16).astype(numpy.float64)
 
 
+#: dtype -> 16-bit patterns as doubles
+WIDEN = {"bfloat16": _bf16, "float16": _f16}
+
+
 def _multiply(values, widen):
     """32 packed operands -> 32 lists of 4 results. Sums in float64, rounded to float32 once."""
     lanes = numpy.frombuffer(b"".join(values), _OPERAND_TYPE)

@@ -9,6 +9,7 @@ access to the same bytes races with it unless that thread knows the stamp. What 
     named barrier                  who came by sync or arrive, to who came by sync
     mbarrier_arrive                to those who wait for that phase or a later one
     cp_async_mbarrier_arrive_noinc the copies, and what the thread knew of others; not its own other stores
+    wgmma_wait                     that the products of the warp have read, to its lanes; see `simulator_proxies`
 
 Asynchronous copies of a thread are stamped as if a second thread, its copy engine, had made them when they land. Who waits for them, by
 cp_async_wait or an mbarrier, gets to know. Between start and landing any access to the target is a race.
@@ -18,6 +19,7 @@ import sys
 import numpy
 
 from .simulator_memory import SimulatorError
+from .simulator_proxies import CHUNK, WARPGROUP, AsyncReads
 
 WARP = 32
 _NOTHING = "no bar_sync (or bar_warp_sync in one warp, named barrier, or mbarrier)"
@@ -30,14 +32,19 @@ def _line(frame):
 class RaceTracker:
     """Clocks of a block's threads, and who touched which shared word. Words are 4 bytes, with a mask for smaller accesses."""
 
-    def __init__(self, threads):
+    def __init__(self, threads, shared_bytes):
         self._threads = threads
-        # Row: what a thread knows. Column: of which thread, and behind the threads, of which copy engine.
-        self._clocks = numpy.zeros((threads, 2 * threads), numpy.int32)
+        # Row: what a thread knows. Columns: of which thread; of which copy engine; of the products of which warp; and once more of threads
+        # and engines, what is behind a proxy fence.
+        products, fences = 2 * threads, 2 * threads + threads // WARP
+        self._width = fences + 2 * threads
+        self._clocks = numpy.zeros((threads, self._width), numpy.int32)
+        self._async = AsyncReads(self._clocks, products, fences, shared_bytes)
+        self._elements = self._async.elements
         self._rows = list(self._clocks)
         # To read one number from, a memoryview costs less than an array.
         self._known = [memoryview(row) for row in self._rows]
-        self._own = self._clocks.reshape(-1)[::2 * threads + 1]
+        self._own = self._clocks.reshape(-1)[::self._width + 1]
         self._landings = numpy.zeros(threads, numpy.int32)
         self._words = {}
         # By 16 bytes: copies under way, (thread, line that started it).
@@ -50,6 +57,7 @@ class RaceTracker:
         self._clocks.fill(0)
         self._own += 1
         self._landings.fill(0)
+        self._elements.begin()
         for table in (self._words, self._in_flight, self._made):
             table.clear()
 
@@ -60,7 +68,7 @@ class RaceTracker:
         known = self._clocks.max(axis=0)
         self._clocks[:] = known
         self._own += 1
-        if (known[self._threads:] < self._landings).any():
+        if (known[self._threads:2 * self._threads] < self._landings).any():
             # Copies that landed, but nobody waited for them: the barrier does not order them.
             known = known.tolist()
             late = {word: {key: site for key, site in writers.items() if site[0] > known[key[0]]} for word, (_, writers) in self._words.items()}
@@ -84,7 +92,7 @@ class RaceTracker:
         numpy.maximum(row, clock, out=row)
 
     def _new_clock(self):
-        return numpy.zeros(2 * self._threads, numpy.int32)
+        return numpy.zeros(self._width, numpy.int32)
 
     def release_named(self, thread, barrier):
         if barrier.clock is None:
@@ -141,6 +149,23 @@ class RaceTracker:
         for batch in batches:
             known[engine] = max(known[engine], batch.landed)
 
+    # --- wgmma ---
+
+    def fence_proxy(self, thread):
+        self._async.fence(thread.tid)
+
+    def issue_product(self, block, group, number, chunks, frame):
+        """Product `number` of warpgroup `group` starts to read these chunks of 16 bytes."""
+        under_way = self._in_flight.keys() & chunks.tolist() if self._in_flight else ()
+        for chunk in sorted(under_way)[:1]:
+            tid, file, line = self._in_flight[chunk]
+            self._report(block.threads[WARPGROUP * group], CHUNK * chunk, _copy(tid, (file, line)), "read by the wgmma", frame)
+        self._async.issue(block, group, number, chunks, _line(frame))
+
+    def complete_products(self, group, number):
+        """The warps of `group` have waited for its products up to `number`."""
+        self._async.complete(group, number)
+
     # --- who touched what ---
 
     def record(self, thread, offset, size, write, frame):
@@ -172,6 +197,12 @@ class RaceTracker:
                 for old in [old for old in accesses if not old[1] & ~mask]:
                     del accesses[old]
             writers[key] = site
+        if write:
+            self._elements.wrote(tid, known[tid], offset, size, site[1:])
+            if self._elements.readers:
+                reader = self._async.unfinished_read(known, offset, size)
+                if reader is not None:
+                    self._report(thread, CHUNK * reader[0], reader[1], "write", frame, "no wgmma_wait and barrier")
 
     def begin_copy(self, thread, target, frame):
         """The thread starts a copy to the 16 bytes at `target`."""
@@ -186,6 +217,7 @@ class RaceTracker:
         for target, _ in batch:
             _, file, line = self._in_flight.pop(target >> 4)
             site = (batch.landed, file, line, *here)
+            self._elements.wrote(key[0], batch.landed, target, 16, (file, line))
             # record() has seen to it that whatever came before the start is ordered before it.
             for word in range(target >> 2, (target >> 2) + 4):
                 self._words[word] = ({}, {key: site})
@@ -196,10 +228,10 @@ class RaceTracker:
         return _copy(who - self._threads, site[1:3], site[3:])
 
     @staticmethod
-    def _report(thread, byte, earlier, later, frame):
+    def _report(thread, byte, earlier, later, frame, missing=_NOTHING):
         file, line = _line(frame)
         raise SimulatorError(f"block {thread.block.index}: race on bytes {byte & ~3} to {byte & ~3 | 3} of shared memory: {earlier}, then {later} by "
-                             f"thread {thread.tid} at {file}:{line}, with {_NOTHING} between them")
+                             f"thread {thread.tid} at {file}:{line}, with {missing} between them")
 
 
 def _copy(tid, begun, landed=None):

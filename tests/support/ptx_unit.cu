@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "device.cuh"
-#include "ptx.cuh"
+#include "wgmma_ptx.cuh"
 
 namespace nvr {
 
@@ -277,6 +277,107 @@ __global__ void product_kernel(Params params) {
     }
 }
 
+// --- wgmma: in = shared memory with A at 0 and B at WGMMA_B, then A [64][depth], then C [64][2 COUNT]; out D [64][2 COUNT] = A B^T + C ---
+// The operands lie as warpgroup.py lays them out; LEADING and STRIDE are its distances. Without ADD the first product starts from nothing.
+
+constexpr int WGMMA_B = 16384, WGMMA_BYTES = 60 * 1024, WGMMA_ROWS = 64;
+
+// Where accumulator i of the running thread lies in a matrix of `columns` columns.
+__device__ int wgmma_place(int i, int columns) {
+    const int t = static_cast<int>(threadIdx.x);
+    return (t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8) * columns + i / 4 * 8 + t % 4 * 2 + i % 2;
+}
+
+template <class Element, int COUNT, bool TRANSPOSE_B, bool A_IN_REGISTERS, bool ADD, int SWIZZLE, int LEADING_A, int STRIDE_A, int LEADING_B,
+          int STRIDE_B>
+__global__ void __launch_bounds__(128, 1) wgmma_kernel(Params params) {
+    constexpr int depth = SWIZZLE ? 64 : 32, a_step = SWIZZLE ? 32 : 2 * LEADING_A;
+    constexpr int b_step = !SWIZZLE ? 2 * LEADING_B : TRANSPOSE_B ? 2 * STRIDE_B : 32;
+    const int t = static_cast<int>(threadIdx.x);
+    const int64_t c_bytes = WGMMA_ROWS * 2 * COUNT * 4, a_bytes = WGMMA_ROWS * depth * 2, image = params.in_bytes - a_bytes - c_bytes;
+    for (int64_t i = t; i < image / 4; i += 128) shared_memory()[i] = input<float>(params)[i];
+    const uint32_t* a_words = input<uint32_t>(params, image) + (t / 32 * 16 + t % 32 / 4) * (depth / 2) + t % 4;
+    uint32_t registers[depth / 16][4];
+    float acc[COUNT];
+#pragma unroll
+    for (int i = 0; i < depth / 4; ++i) registers[i / 4][i % 4] = a_words[i % 2 * 8 * (depth / 2) + i / 4 * 8 + i % 4 / 2 * 4];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) acc[i] = input<float>(params, image + a_bytes)[wgmma_place(i, 2 * COUNT)];
+    ptx::fence_proxy_async();
+    __syncthreads();  // hazard: the products read what all threads wrote
+    const uint32_t base = ptx::shared_address(shared_memory());
+    const uint64_t a = ptx::wgmma_descriptor<LEADING_A, STRIDE_A, SWIZZLE>(base);
+    const uint64_t b = ptx::wgmma_descriptor<LEADING_B, STRIDE_B, SWIZZLE>(base + WGMMA_B);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < depth / 16; ++s) {
+        if constexpr (A_IN_REGISTERS) {
+            ptx::wgmma_rs<TRANSPOSE_B, Element>(acc, registers[s], b + (s * b_step >> 4), ADD || s > 0);
+        } else {
+            ptx::wgmma_ss<TRANSPOSE_B, Element>(acc, a + (s * a_step >> 4), b + (s * b_step >> 4), ADD || s > 0);
+        }
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>(acc);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) output<float>(params)[wgmma_place(i, 2 * COUNT)] = acc[i];
+}
+
+// Two groups, of which the older is waited for first; then arrivals for a whole warp at once. in as above for 64 columns; out A B^T twice:
+// of the first 16 of K, of the others.
+__global__ void __launch_bounds__(128, 1) wgmma_groups_kernel(Params params) {
+    const int t = static_cast<int>(threadIdx.x);
+    const uint32_t base = ptx::shared_address(shared_memory()), barrier = base + WGMMA_BYTES - 8;
+    for (int64_t i = t; i < (params.in_bytes - 64 * 64 * 6) / 4; i += 128) shared_memory()[i] = input<float>(params)[i];
+    if (t == 0) ptx::mbarrier_init(barrier, 128);
+    ptx::fence_proxy_async();
+    __syncthreads();  // hazard: the products read what all threads wrote, and the barrier is there
+    const uint64_t a = ptx::wgmma_descriptor<16, 2048, 128>(base), b = ptx::wgmma_descriptor<16, 2048, 128>(base + WGMMA_B);
+    float first[32], others[32];
+    ptx::wgmma_fence();
+    ptx::wgmma_ss<false, Bf16>(first, a, b, false);
+    ptx::wgmma_commit();
+    ptx::wgmma_ss<false, Bf16>(others, a + 2, b + 2, false);
+    ptx::wgmma_ss<false, Bf16>(others, a + 4, b + 4, true);
+    ptx::wgmma_ss<false, Bf16>(others, a + 6, b + 6, true);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>(first);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<0>(others);
+    __syncwarp();  // hazard: lane 0 speaks for all lanes
+    if (t % WARP == 0) ptx::mbarrier_arrive_count(barrier, WARP);
+    ptx::mbarrier_wait(barrier, 0);  // hazard: slow warps still multiply what is overwritten
+    shared_memory()[WGMMA_B / 4 + t] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        output<float>(params)[wgmma_place(i, 64)] = first[i];
+        output<float>(params)[WGMMA_ROWS * 64 + wgmma_place(i, 64)] = others[i];
+    }
+}
+
+#ifndef __CUDACC__
+// What the CPU makes of a product whose operands change on its way, A and B first ones, then zeros. out [128][3]: an accumulator right after the
+// product, after a wait that does not take it, after one that does. A GPU may show anything.
+__global__ void wgmma_late_kernel(Params params) {
+    const uint32_t base = ptx::shared_address(shared_memory());
+    volatile float acc[4] = {};
+    float(&own)[4] = const_cast<float(&)[4]>(acc);
+    for (int i = static_cast<int>(threadIdx.x); i < 576; i += 128) reinterpret_cast<uint32_t*>(shared_memory())[i] = 0x3f803f80;
+    __syncthreads();
+    ptx::wgmma_fence();
+    ptx::wgmma_ss<false, Bf16>(own, ptx::wgmma_descriptor<1024, 128, 0>(base), ptx::wgmma_descriptor<128, 0, 0>(base + 2048), false);
+    ptx::wgmma_commit();
+    float* out = output<float>(params) + 3 * threadIdx.x;
+    out[0] = acc[0];
+    for (int i = static_cast<int>(threadIdx.x); i < 576; i += 128) shared_memory()[i] = 0.0f;
+    __syncthreads();
+    ptx::wgmma_wait<0>();
+    out[1] = acc[0];
+    ptx::wgmma_wait<0>(own);
+    out[2] = acc[0];
+}
+#endif
+
 // --- the program ------------------------------------------------------------------------------------------------------------------
 
 struct Case {
@@ -297,6 +398,14 @@ const Case CASES[] = {
     {"ring", PRODUCERS + 64, RING * (BLOCK_BYTES + 16), launch<ring_kernel, Params>},
     {"named", 384, 512, launch<named_kernel, Params>},
     {"numbered", 128, 512, launch<numbered_kernel, Params>},
+    {"wgmma_ss-n64-bfloat16-k128-add", 128, WGMMA_BYTES, launch<wgmma_kernel<Bf16, 32, false, false, true, 128, 16, 2048, 16, 2048>, Params>},
+    {"wgmma_rs-n256-float16-mn128-new", 128, WGMMA_BYTES, launch<wgmma_kernel<Fp16, 128, true, true, false, 128, 16, 2048, 9216, 1024>, Params>},
+    {"wgmma_ss-n8-float16-k0-new", 128, WGMMA_BYTES, launch<wgmma_kernel<Fp16, 4, false, false, false, 0, 1040, 128, 144, 128>, Params>},
+    {"wgmma_rs-n96-bfloat16-mn0-add", 128, WGMMA_BYTES, launch<wgmma_kernel<Bf16, 48, true, true, true, 0, 1040, 128, 1728, 144>, Params>},
+    {"wgmma_groups", 128, WGMMA_BYTES, launch<wgmma_groups_kernel, Params>},
+#ifndef __CUDACC__
+    {"wgmma_late", 128, 2304, launch<wgmma_late_kernel, Params>},
+#endif
     {"product_bf16", 128, PRODUCT_BYTES, launch<product_kernel<Bf16>, Params>},
     {"product_f16", 128, PRODUCT_BYTES, launch<product_kernel<Fp16>, Params>},
 };

@@ -57,13 +57,17 @@ def build_numbered(lang, config):
     return kernel
 
 
-def build_mbarriers(suspend):
-    """One buffer: mbarrier `full` counts its 64 writers, `empty` one lane of each of its two readers' warps."""
+def build_mbarriers(suspend, counted=False):
+    """One buffer: mbarrier `full` counts its 64 writers, `empty` one lane of each of its two readers' warps.
+
+    counted: one lane of each warp arrives for the writers of its warp.
+    """
 
     def build(lang, config):
         uint32, float32, f32, tid, half = lang.uint32, lang.float32, lang.f32, lang.tid_x, lang.uint32(HALF)
         shared, pointer, at, bar, warp = lang.shared, lang.pointer, lang.shared_address, lang.bar_sync, lang.bar_warp_sync
         init, arrive, wait = lang.mbarrier_init, lang.mbarrier_arrive, lang.mbarrier_wait(suspend)
+        arrive_for, lanes = lang.mbarrier_arrive_count, lang.uint32(32)
 
         def kernel(x, y):
             full, empty, cells = at(uint32(4 * HALF)), at(uint32(4 * HALF + 8)), shared(uint32(0), f32)
@@ -76,7 +80,12 @@ def build_mbarriers(suspend):
                 if t < half:
                     wait(empty, uint32(uint32(j) & uint32(1)) ^ uint32(1))
                     cells[t] = given[uint32(j) * half + t]
-                    arrive(full)
+                    if counted:
+                        warp()  # all lanes have written
+                        if t & uint32(31) == uint32(0):
+                            arrive_for(full, lanes)
+                    else:
+                        arrive(full)
                 else:
                     wait(full, uint32(uint32(j) & uint32(1)))
                     total += cells[uint32(BLOCK - 1) - t]
@@ -181,6 +190,8 @@ SIGNALS = [
     sums_case("numbered_barrier", build_numbered, r"bar\.(arrive|sync) (%r\d+|[2-5]), 128;"),
     sums_case("mbarrier_init", build_mbarriers(False), r"mbarrier\.init\.shared\.b64 \[%r\d+\], %r\d+;"),
     sums_case("mbarrier_arrive", build_mbarriers(False), r"mbarrier\.arrive\.shared\.b64 state, \[%r\d+\];"),
+    sums_case("mbarrier_arrive_count", build_mbarriers(True, counted=True), r"mbarrier\.arrive\.shared\.b64 state, \[%r\d+\], %r\d+;",
+              needs="sm_90"),
     sums_case("mbarrier_wait", build_mbarriers(False), TEST_WAIT),
     SUSPENDED,
     sums_case("cp_async_mbarrier_arrive_noinc", build_copies, r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64 \[%r\d+\];", width=4),
