@@ -86,6 +86,10 @@ class MmaTile:
         return self.keys // BLOCK_KEYS
 
     @property
+    def block_keys(self) -> int:
+        return BLOCK_KEYS
+
+    @property
     def warp_rows(self) -> int:
         return self.rows // self.row_warps
 
@@ -141,6 +145,11 @@ class MmaConfig:
     def schedule(self) -> ScheduleConfig:
         """The schedule this kernel reads."""
         return ScheduleConfig(self.tile.keys, self.tile.rows, self.deterministic, MIN_SHARE_KEYS)
+
+    @property
+    def layout(self) -> Layout:
+        """Where its arrays lie in shared memory."""
+        return layout(self.shape, self.tile)
 
     def __str__(self) -> str:
         mode = "_deterministic" if self.deterministic else ""

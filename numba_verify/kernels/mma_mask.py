@@ -6,12 +6,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .config import WARP
-from .mma_config import BLOCK_KEYS, MmaConfig, layout
+from .mma_config import MmaConfig
 from .mma_work import Ring, Swizzle, block_bytes
+
+#: Visibility bits of a word.
+WORD_KEYS = 32
+
+
+def seen_words(config: MmaConfig) -> int:
+    """Words that the visibility bits of one row take for the keys of a step."""
+    return -(-config.tile.keys // WORD_KEYS)
 
 
 def _row_bits(lang: Any, keys: int) -> Callable:
-    """row_bits(...): bit i set = the row whose visibility words start at `bits` sees key `key` + i, for the 16 or 32 keys of a step."""
+    """row_bits(...): bit i set = the row whose visibility words start at `bits` sees key `key` + i, for `keys` keys, at most 32."""
     uint32, uint64 = lang.uint32, lang.uint64
     ones, width = uint32(0xFFFFFFFF), uint32(keys)
 
@@ -45,29 +53,31 @@ def _row_bits(lang: Any, keys: int) -> Callable:
 def poison_remover(lang: Any, config: MmaConfig, swizzle: Swizzle, ring: Ring) -> Callable:
     """zero(...): values of the step's draft keys that hold a NaN or an infinity become zeros. Rare, so it takes its time."""
     uint32, shared, u32, shuffle = lang.uint32, lang.shared, lang.u32, lang.shfl_sync_bfly_u32
-    row_offset, threads, place = swizzle.row, WARP * config.tile.row_warps // config.tile.keys, ring.place
-    chunks, latent_chunks = config.shape.row_dim // 8, config.shape.latent_dim // 8
+    row_offset, place = swizzle.row, ring.place
+    # A power of two of threads a key, so that they can agree by shuffles; with 48 keys a quarter of the group has nothing to do.
+    halvings = (WARP * config.tile.row_warps // config.tile.keys).bit_length() - 1
+    threads, keys, block_keys = uint32(1 << halvings), uint32(config.tile.keys), uint32(config.tile.block_keys)
+    chunks, latent_chunks, step = config.shape.row_dim // 8, config.shape.latent_dim // 8, 1 << halvings
     exponent = 0x7F80 if config.shape.dtype == "bfloat16" else 0x7C00
-    low, high, size = uint32(exponent), uint32(exponent << 16), uint32(block_bytes(config))
-    ring_at, halvings = uint32(layout(config.shape, config.tile).ring), threads.bit_length() - 1
-    threads, block_mask, block_shift = uint32(threads), uint32(BLOCK_KEYS - 1), uint32(BLOCK_KEYS.bit_length() - 1)
+    low, high, size, ring_at = uint32(exponent), uint32(exponent << 16), uint32(block_bytes(config)), uint32(config.layout.ring)
 
     @lang.device
     def zero(member, number, key0, prefix):
         """member: thread of the group; number: running number of the step's first block."""
         key, part = member // threads, member % threads
-        row, start = key & block_mask, uint32(ring_at + place(uint32(number + (key >> block_shift))) * size)
+        row, start = key % block_keys, uint32(ring_at + place(uint32(number + key // block_keys)) * size)
         words, bad = shared(uint32(0), u32), uint32(0)
-        for c in range(part, chunks, threads):
-            at = uint32(start + row_offset(row, uint32(c))) >> uint32(2)
-            for i in range(4):
-                x = words[at + uint32(i)]
-                if (x & low) == low or (x & high) == high:
-                    bad = uint32(1)
+        if key < keys:
+            for c in range(part, chunks, step):
+                at = uint32(start + row_offset(row, uint32(c))) >> uint32(2)
+                for i in range(4):
+                    x = words[at + uint32(i)]
+                    if (x & low) == low or (x & high) == high:
+                        bad = uint32(1)
         for i in range(halvings):
             bad = uint32(bad | shuffle(bad, uint32(1) << uint32(i)))
         if bad != uint32(0) and uint32(key0 + key) >= prefix:
-            for c in range(part, latent_chunks, threads):
+            for c in range(part, latent_chunks, step):
                 at = uint32(start + row_offset(row, uint32(c))) >> uint32(2)
                 for i in range(4):
                     words[at + uint32(i)] = uint32(0)
@@ -76,7 +86,7 @@ def poison_remover(lang: Any, config: MmaConfig, swizzle: Swizzle, ring: Ring) -
 
 
 class Mask(NamedTuple):
-    """Device functions for a step that holds draft tokens or the end of the list; `seen` has the visibility bits of the lane's rows.
+    """Device functions for a step that holds draft tokens or the end of the list; `seen` has the visibility bits of the lane's rows, 32 keys a word.
 
     look(seen, ...) fills it.  poisoned(scores, seen) -> 1 if a hidden score is not finite.
     hide(scores, seen, factor) -> factor: hidden scores are -inf once they are multiplied by it.
@@ -91,7 +101,8 @@ def mask_of(lang: Any, config: MmaConfig) -> Mask:
     """Build the functions in the vocabulary `lang`."""
     uint32, uint64, float32, unroll = lang.uint32, lang.uint64, lang.float32, lang.unroll
     row_tiles, key_tiles = config.tile.warp_rows // 16, config.tile.keys // 8
-    row_bits, minus_infinity = _row_bits(lang, config.tile.keys), float32(-float("inf"))
+    row_bits, minus_infinity = _row_bits(lang, min(config.tile.keys, WORD_KEYS)), float32(-float("inf"))
+    spans = seen_words(config)
 
     @lang.device
     def look(seen, key, flat, last, row_heads, q_begin, visibility, words, prefix, kv_len, lane):
@@ -100,8 +111,11 @@ def mask_of(lang: Any, config: MmaConfig) -> Mask:
             unroll()
             token = uint32(flat + uint32(8 * i)) // row_heads
             token = token if token < last else last
-            bits = row_bits(visibility, (q_begin + uint64(token)) * uint64(words), uint32(words), key, prefix, kv_len)
-            seen[i] = uint32(bits >> uint32(uint32(2) * (lane & uint32(3))))
+            where = (q_begin + uint64(token)) * uint64(words)
+            for s in range(spans):
+                unroll()
+                bits = row_bits(visibility, where, uint32(words), uint32(key + uint32(s * WORD_KEYS)), prefix, kv_len)
+                seen[i * spans + s] = uint32(bits >> uint32(uint32(2) * (lane & uint32(3))))
 
     @lang.device
     def poisoned(scores, seen):
@@ -113,7 +127,7 @@ def mask_of(lang: Any, config: MmaConfig) -> Mask:
                 for e in range(2):
                     unroll()
                     x = scores[(i // 2 * key_tiles + n) * 4 + 2 * (i % 2) + e]
-                    if (seen[i] & uint32(1 << (8 * n + e))) == uint32(0) and x - x != float32(0):
+                    if (seen[i * spans + n // 4] & uint32(1 << (8 * (n % 4) + e))) == uint32(0) and x - x != float32(0):
                         found = uint32(1)
         return found
 
@@ -132,7 +146,7 @@ def mask_of(lang: Any, config: MmaConfig) -> Mask:
                     unroll()
                     j = (i // 2 * key_tiles + n) * 4 + 2 * (i % 2) + e
                     x = scores[j] * factor if done else scores[j]
-                    scores[j] = x if (seen[i] & uint32(1 << (8 * n + e))) != uint32(0) else hidden
+                    scores[j] = x if (seen[i * spans + n // 4] & uint32(1 << (8 * (n % 4) + e))) != uint32(0) else hidden
         return float32(1) if done else factor
 
     return Mask(look, poisoned, hide)

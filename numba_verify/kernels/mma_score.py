@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .mma_config import ITEMSIZE, MmaConfig, layout
-from .mma_mask import mask_of, poison_remover
+from .mma_mask import mask_of, poison_remover, seen_words
 from .mma_products import products_of, queries
 from .mma_softmax import softmax_of
 from .mma_work import Parts, block_bytes
@@ -45,7 +45,7 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     ready_arrive, free_sync, bar_warp_sync = signal.ready_arrive, signal.free_sync, lang.bar_warp_sync
     row_tiles, key_tiles, key_blocks = tile.warp_rows // 16, tile.keys // 8, tile.key_blocks
     rows_here = 2 * row_tiles
-    new_rows, new_seen = lang.local_array(rows_here, f32), lang.local_array(rows_here, u32)
+    new_rows, new_seen = lang.local_array(rows_here, f32), lang.local_array(rows_here * seen_words(config), u32)
     new_blocks, new_weights = lang.local_array(key_blocks, u32), lang.local_array(row_tiles * key_tiles * 2, u32)
     row_warps, warp_rows, groups, rows, keys = tile.row_warps, uint32(tile.warp_rows), tile.groups, tile.rows, tile.keys
     size, growth, log2e, minus_infinity = uint32(block_bytes(config)), float32(GROWTH), float32(LOG2_E), float32(-float("inf"))

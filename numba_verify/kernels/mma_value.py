@@ -13,18 +13,8 @@ from typing import Any, NamedTuple
 
 from .mma_config import CURSOR_WORDS, ITEMSIZE, SLOT_WORD, VALUE_WARPS, MmaConfig, layout
 from .mma_work import Parts, block_bytes
-from .tile import LN_2
-from .work import (
-    CTA_COUNT,
-    CTA_FIELDS,
-    CTA_REQUEST,
-    CTA_TILE,
-    CTA_UNIT,
-    FLAG_LSE,
-    Q_BEGIN,
-    Q_LEN,
-    REQUEST_FIELDS,
-)
+from .mma_write import piece_writer
+from .work import CTA_COUNT, CTA_FIELDS, CTA_REQUEST, CTA_TILE, CTA_UNIT
 
 
 class Accumulate(NamedTuple):
@@ -138,90 +128,19 @@ def _fragments(lang: Any, config: MmaConfig) -> tuple[Callable, ...]:
     return load_weights, load_values, multiply, lang.local_array(4 * row_tiles, u32), lang.local_array(8, u32)
 
 
-def _write(lang: Any, config: MmaConfig) -> tuple[Callable, ...]:
-    """(finish, save): the rows of a whole tile to out and lse; of a part of it to a partial slot and its statistics."""
-    uint32, uint64, unroll, float32, shared, f32 = lang.uint32, lang.uint64, lang.unroll, lang.float32, lang.shared, lang.f32
-    pointer, u32, store2, log2 = lang.pointer, lang.u32, lang.st_global_v2_f32, lang.lg2_approx_f32
-    pack = lang.f32_to_bf16x2 if config.shape.dtype == "bfloat16" else lang.f32_to_f16x2
-    at, latent = layout(config.shape, config.tile), config.shape.latent_dim
-    row_tiles, column_tiles = config.tile.rows // 16, latent // VALUE_WARPS // 8
-    rows, groups, rounded_at, references_at = config.tile.rows, config.tile.groups, at.rounded // 4, at.references // 4
-    columns, ln2, minus_infinity = uint32(latent // VALUE_WARPS), float32(LN_2), float32(-float("inf"))
-    exp2 = lang.ex2_approx_f32
-
-    @lang.device
-    def statistics_of(floats, sums_at, row, first, count):
-        """(peak, sum of the weights by that peak) of a row after `count` steps, which groups first, first + 1, ... took in turn. sums_at: of
-        the exact sums or of the rounded ones."""
-        total = float32(0)
-        peak = floats[uint32(references_at) + uint32((first + count - uint32(1)) % uint32(groups)) * uint32(rows) + row]
-        for k in range(groups):
-            unroll()
-            if uint32(k) < count:
-                entry = uint32((first + uint32(k)) % uint32(groups)) * uint32(rows) + row
-                part, reference = floats[sums_at + entry], floats[uint32(references_at) + entry]
-                if reference < peak:
-                    part = part * exp2(reference - peak)
-                total = total + part
-        return peak, total
-
-    @lang.device
-    def inverse_of(row, first, count):
-        """1 / sum of the rounded weights of a row; 0 for one that saw nothing."""
-        _, total = statistics_of(shared(uint32(0), f32), uint32(rounded_at), row, first, count)
-        inverse = float32(0)
-        if total != float32(0):
-            inverse = float32(1) / total
-        return inverse
-
-    @lang.device
-    def finish(output, start, count, w, g, lane, out_address, first, valid, row_heads, q_begin, out_row, out_head):
-        for i in range(2 * row_tiles):
-            unroll()
-            inverse, flat = inverse_of(uint32(g + uint32(8 * i)), start, count), uint32(first + g + uint32(8 * i))
-            if flat < valid:
-                token = flat // row_heads
-                head = uint32(flat - token * row_heads)
-                words = pointer(out_address, u32)
-                where = ((q_begin + uint64(token)) * out_row + uint64(head) * out_head + uint64(w * columns)) >> uint64(1)
-                for n in range(column_tiles):
-                    unroll()
-                    j = (i // 2 * column_tiles + n) * 4 + 2 * (i % 2)
-                    words[where + uint64(uint32(4 * n) + (lane & uint32(3)))] = pack(output[j + 1] * inverse, output[j] * inverse)
-
-    @lang.device
-    def save(output, start, count, w, g, lane, partial_address, slot):
-        for i in range(2 * row_tiles):
-            unroll()
-            inverse, row = inverse_of(uint32(g + uint32(8 * i)), start, count), slot * uint64(rows) + uint64(g + uint32(8 * i))
-            where = partial_address + (row * uint64(latent) + uint64(w * columns + uint32(2) * (lane & uint32(3)))) * uint64(4)
-            for n in range(column_tiles):
-                unroll()
-                j = (i // 2 * column_tiles + n) * 4 + 2 * (i % 2)
-                store2(where + uint64(32 * n), output[j] * inverse, output[j + 1] * inverse)
-
-    @lang.device
-    def lse_of(peak, total):
-        value = minus_infinity
-        if total != float32(0):
-            value = (peak + log2(total)) * ln2
-        return value
-
-    return statistics_of, finish, save, lse_of
-
-
 def value_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     """Device function that one value thread runs from start to end."""
-    uint32, uint64, int64, pointer, shared = lang.uint32, lang.uint64, lang.int64, lang.pointer, lang.shared
-    u32, f32, put_down, pick_up = lang.u32, lang.f32, parts.cursor.put, parts.cursor.get
+    uint32, uint64, int64, shared, u32 = lang.uint32, lang.uint64, lang.int64, lang.shared, lang.u32
+    put_down, pick_up = parts.cursor.put, parts.cursor.get
     product = _accumulate(lang, config, parts.ring.place)
     new_output, clear, rescale, add_step = product.new_output, product.clear, product.rescale, product.add_step
-    statistics_of, finish, save, lse_of = _write(lang, config)
+    write = piece_writer(lang, config.shape, layout(config.shape, config.tile), config.tile.rows, config.tile.groups, config.tile.rows // 16,
+                         config.shape.latent_dim // VALUE_WARPS)
     steps, place, signal = parts.walk, parts.swizzle, parts.signals
     find, stop_of, units_of, slot_of, row_offset, weight_offset = steps.find, steps.stop, steps.units, steps.slot, place.row, place.weight
-    tile, at, fields = config.tile, layout(config.shape, config.tile), REQUEST_FIELDS
+    tile, at = config.tile, layout(config.shape, config.tile)
     columns, key_blocks = config.shape.latent_dim // VALUE_WARPS, tile.key_blocks
-    ring_at, weights_at, flags_at, totals_at = uint32(at.ring), uint32(at.weights), uint32(at.flags // 4), uint32(at.totals // 4)
+    ring_at, weights_at, flags_at = uint32(at.ring), uint32(at.weights), uint32(at.flags // 4)
     cursor_at, opaque = uint32(at.cursors // 4 + CURSOR_WORDS), lang.opaque
     rows, row_warps, deterministic = tile.rows, tile.row_warps, config.deterministic
     ready_sync, free_arrive, groups = signal.ready_sync, signal.free_arrive, tile.groups
@@ -271,30 +190,10 @@ def value_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
             r, tile, unit, left, number = pick_up(words_at)
             count, start = uint32(end - number) // uint32(key_blocks), uint32(number // uint32(key_blocks)) % uint32(groups)
             stop, number, piece = uint32(unit + count), end, uint32(piece + uint32(1))
-            table = int64(r) * fields
-            q_begin, first = uint64(requests[table + Q_BEGIN]), uint32(tile * uint32(rows))
-            n = uint64(requests[table + Q_LEN])
-            if q_begin + n > uint64(num_rows):
-                n = uint64(num_rows) - q_begin if q_begin < uint64(num_rows) else uint64(0)
-            valid = uint32(uint32(n) * row_heads)
             units = units_of(requests, r)
-            whole = unit == uint32(0) and stop == units
-            at_slot = uint64(marks[words_at + uint32(SLOT_WORD)])
-            if t < uint32(rows):
-                peak, total = statistics_of(shared(uint32(0), f32), totals_at, t, start, count)
-                flat = uint32(first + t)
-                if whole:
-                    if (flags & FLAG_LSE) != 0 and flat < valid:
-                        pointer(lse_address, f32)[q_begin * uint64(row_heads) + uint64(flat)] = lse_of(peak, total)
-                else:
-                    statistics = pointer(statistics_address, f32)
-                    where = (at_slot * uint64(rows) + uint64(t)) * uint64(2)
-                    statistics[where] = peak
-                    statistics[where + uint64(1)] = total
-            if whole:
-                finish(output, start, count, w, g, lane, out_address, first, valid, row_heads, q_begin, out_row, out_head)
-            else:
-                save(output, start, count, w, g, lane, partial_address, at_slot)
+            write(output, t, uint32(0), start, count, w, g, lane, requests, r, tile, unit == uint32(0) and stop == units,
+                  uint64(marks[words_at + uint32(SLOT_WORD)]), row_heads, num_rows, flags, out_address, out_row, out_head, lse_address,
+                  partial_address, statistics_address)
             # Sums and peaks are read as well now: the groups of the last steps may write those of the next piece, as far as it goes.
             for step in range(uint32(count - uint32(groups)) if count > uint32(groups) else uint32(0), count):
                 if uint32(step) + uint32(groups) < left:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .config import WARP
-from .mma_config import BLOCK_KEYS, ITEMSIZE, SCORE_THREADS, SEGMENT_BYTES, VALUE_THREADS, MmaConfig, MmaTile
+from .mma_config import ITEMSIZE, SCORE_THREADS, SEGMENT_BYTES, VALUE_THREADS, MmaConfig, MmaTile
 from .work import KV_LEN, PIECE_BEGIN, Q_LEN, REQUEST_FIELDS, work_split
 
 
@@ -223,4 +223,4 @@ def parts(lang: Any, config: MmaConfig) -> Parts:
 
 #: Bytes from ring block to ring block, for a row of `row_dim` elements.
 def block_bytes(config: MmaConfig) -> int:
-    return BLOCK_KEYS * config.shape.row_dim * ITEMSIZE
+    return config.tile.block_keys * config.shape.row_dim * ITEMSIZE
