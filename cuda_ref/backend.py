@@ -11,17 +11,23 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from numba_verify.backend import mma_tile, rows_of_a_request
+from numba_verify.backend import mma_tile, rows_of_a_request, wgmma_tile
 from numba_verify.errors import NoDeviceError
 from numba_verify.gpu import driver
 from numba_verify.kernels.config import TILE_CONFIGS, Shape, TileConfig
 from numba_verify.kernels.mma_config import MMA_TILES, MmaTile, unsupported_mma_shape
+from numba_verify.kernels.wgmma_config import WGMMA_TILES, WgmmaTile, unsupported_wgmma_shape
 from numba_verify.problem import Enqueue
 
 from . import binding, build
 
-#: Kernels, fastest first: what "auto" looks through on a GPU.
-AVAILABLE = ("mma", "paged", "flash", "naive")
+#: Kernels, fastest first: what "auto" looks through on a GPU. Not wgmma yet: it has not been measured.
+FASTEST = ("mma", "paged", "flash", "naive")
+AVAILABLE = ("wgmma", *FASTEST)
+#: Tiles in the order of nvr_tile_config, nvr_mma_tile and WgmmaTiles, which count them from 1 on.
+TILES = {"naive": TILE_CONFIGS, "flash": TILE_CONFIGS, "paged": TILE_CONFIGS, "mma": MMA_TILES, "wgmma": WGMMA_TILES}
+#: Kernels that take other rows than the rest: why not these.
+UNSUPPORTED = {"mma": unsupported_mma_shape, "wgmma": unsupported_wgmma_shape}
 _INDEX_WIDTHS = {"int32": 4, "int64": 8}
 
 
@@ -33,13 +39,12 @@ def library_of(device: int | None) -> ctypes.CDLL:
     return binding.load(build.build(build.architecture_name(*driver.device_info(device).capability)))
 
 
-def tile_number(spec, tile: TileConfig | MmaTile | None) -> int:
-    """nvr_tile_config or nvr_mma_tile of a plan. None: of flash and paged 0, the library chooses; of mma the one that numba_verify takes."""
-    if spec.kernel == "mma" and tile is None:
-        info = None if spec.device is None else driver.device_info(spec.device)
-        tile = mma_tile(Shape(spec.latent_dim, spec.rope_dim, spec.dtype), rows_of_a_request(spec), info)
-    # Both enums have the order of these tuples, from 1 on.
-    return 0 if tile is None else 1 + (MMA_TILES if spec.kernel == "mma" else TILE_CONFIGS).index(tile)
+def tile_number(spec, tile: TileConfig | MmaTile | WgmmaTile | None) -> int:
+    """`nvr_plan_config.tile_config` of a plan. None: of flash and paged 0, the library chooses; of the others the one that numba_verify takes."""
+    if spec.kernel in UNSUPPORTED and tile is None:
+        shape, info = Shape(spec.latent_dim, spec.rope_dim, spec.dtype), None if spec.device is None else driver.device_info(spec.device)
+        tile = mma_tile(shape, rows_of_a_request(spec), info) if spec.kernel == "mma" else wgmma_tile(shape, info)
+    return 0 if tile is None else 1 + TILES[spec.kernel].index(tile)
 
 
 def _config(spec, tile_config: int) -> binding.PlanConfig:
@@ -98,10 +103,10 @@ def _tensors(tensors) -> binding.Tensors:
 
 
 class Executor:
-    """naive, flash, paged or mma for one plan (`numba_verify.backend.Executor`). Streams are plain integers, 0 = the default stream."""
+    """naive, flash, paged, mma or wgmma for one plan (`numba_verify.backend.Executor`). Streams are plain integers, 0 = the default stream."""
 
     def __init__(self, spec, tile_config: int = 0):
-        """`tile_config`: nvr_tile_config, or nvr_mma_tile for mma; 0 lets the library choose."""
+        """`tile_config`: of nvr_plan_config; 0 lets the library choose."""
         self._library, self._config = library_of(spec.device), _config(spec, tile_config)
         self._verify = getattr(self._library, f"nvr_verify_{spec.kernel}")
         size = ctypes.c_uint64()
@@ -134,7 +139,7 @@ class Executor:
         return enqueue
 
     def prepare_run(self, tensors) -> Enqueue:
-        """The attention: one launch, two for `paged` and `mma`."""
+        """The attention: one launch, two for `paged`, `mma` and `wgmma`."""
         record = _tensors(tensors)
 
         def enqueue(stream: int, addresses: Sequence[int]) -> None:
@@ -145,7 +150,7 @@ class Executor:
         return enqueue
 
 
-def make_executor(spec, tile: TileConfig | MmaTile | None = None) -> Any:
+def make_executor(spec, tile: TileConfig | MmaTile | WgmmaTile | None = None) -> Any:
     """The executor of a checked spec; "reference" is numba_verify's own."""
     if spec.kernel == "reference":
         from numba_verify.backend import ReferenceExecutor
@@ -160,7 +165,7 @@ def support(kernel: str, num_heads: int, latent_dim: int, rope_dim: int, dtype: 
         return "" if device is None else "kernel='reference' runs on NumPy arrays only; copy the arrays to the host, or use kernel='paged'"
     if kernel not in binding.KERNELS:
         return f"cuda_ref has no kernel {kernel!r}; {', '.join(AVAILABLE)} would run"
-    if kernel == "mma" and (reason := unsupported_mma_shape(latent_dim, rope_dim, dtype)):
+    if kernel in UNSUPPORTED and (reason := UNSUPPORTED[kernel](latent_dim, rope_dim, dtype)):
         return reason
     try:
         library = library_of(device)

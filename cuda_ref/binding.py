@@ -8,10 +8,10 @@ import threading
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
-KERNELS = {"naive": 0, "flash": 1, "paged": 2, "mma": 3}
+KERNELS = {"naive": 0, "flash": 1, "paged": 2, "mma": 3, "wgmma": 4}
 TREE_KINDS = {"causal": 0, "parents": 1, "bits": 2, "dense": 3, "full_mask": 4}
 
 
@@ -114,6 +114,7 @@ _SIGNATURES = {
     "nvr_verify_flash": [POINTER(PlanConfig), POINTER(Tensors), c_void_p, c_uint64, c_void_p],
     "nvr_verify_paged": [POINTER(PlanConfig), POINTER(Tensors), c_void_p, c_uint64, c_void_p],
     "nvr_verify_mma": [POINTER(PlanConfig), POINTER(Tensors), c_void_p, c_uint64, c_void_p],
+    "nvr_verify_wgmma": [POINTER(PlanConfig), POINTER(Tensors), c_void_p, c_uint64, c_void_p],
 }
 
 _loaded: dict[Path, ctypes.CDLL] = {}

@@ -34,8 +34,8 @@ __all__ = ["DEFAULT_ARCHITECTURES", "BuildError", "build", "build_host", "build_
 
 SOURCE_DIR = Path(__file__).resolve().parent
 # Slowest first, so that no compiler is left alone at the end.
-KERNEL_SOURCES = ("mma_m16.cu", "mma_m32.cu", "mma_m64.cu", "paged.cu", "flash.cu", "naive.cu", "schedule.cu", "combine.cu", "mma.cu", "capi.cu",
-                  "validate.cu", "device.cu")
+KERNEL_SOURCES = ("mma_m16.cu", "mma_m32.cu", "mma_m64.cu", "paged.cu", "wgmma_bf16.cu", "wgmma_fp16.cu", "flash.cu", "naive.cu", "schedule.cu",
+                  "combine.cu", "mma.cu", "wgmma.cu", "capi.cu", "validate.cu", "device.cu")
 HOST_SOURCES = ("host/matrix.cpp", "host/warpgroup.cpp", "host/async.cpp", "host/scheduler.cpp")
 LIBRARY = "libverify_attn.so"
 SMOKE = "smoke"
@@ -157,10 +157,12 @@ def build(arch: str | tuple[str, ...] | None = None, *, force: bool = False, ver
     nvcc = find_nvcc()
     codes = [flag for name in names for flag in ("-gencode", f"arch=compute_{name},code=sm_{name}")]
     if "90a" in names:
-        codes.append("-DNVR_SM_90A")  # host code then knows that there are kernels which hand registers over
+        codes.append("-DNVR_SM_90A")  # host code then knows that there are kernels which hand registers over, and wgmma
 
     def make(scratch: Path) -> None:
         objects, output = _compile_all(scratch, KERNEL_SOURCES, [str(nvcc.path), *NVCC_FLAGS, *nvcc.flags, *codes], verbose)
+        if notes := resources.injected_waits(output):
+            raise BuildError(f"the compiler put waits between wgmma: {' '.join(notes)[:600]}")
         product = scratch / "product"
         product.mkdir()
         run([str(nvcc.path), "-shared", "-cudart", "static", *nvcc.flags, *objects, "-o", str(product / LIBRARY)], "linking failed")

@@ -29,9 +29,20 @@ static_assert(sizeof(STATUS_NAMES) / sizeof(STATUS_NAMES[0]) == NVR_ERROR_BARRIE
 // Shortest share of a CTA, keys.
 constexpr int32_t PAGED_MIN_KEYS = 128, MMA_MIN_KEYS = 256;
 
-void shape_for_mma(Plan* plan, int tile) {
-    const MmaTileSize size = size_of_mma_tile(plan->config, tile);
-    plan->mma_tile = tile;
+// Kernels on tensor cores. Each cuts work into tiles of its own, of rows of several tokens.
+bool uses_tensor_cores(int kernel) { return kernel == NVR_KERNEL_MMA || kernel == NVR_KERNEL_WGMMA; }
+
+int choose_tile(const nvr_plan_config& config, const Device& device) {
+    return config.kernel == NVR_KERNEL_WGMMA ? choose_wgmma_tile(config, device) : choose_mma_tile(config, device);
+}
+
+TileSize size_of_tile(const nvr_plan_config& config, int tile) {
+    return config.kernel == NVR_KERNEL_WGMMA ? size_of_wgmma_tile(config, tile) : size_of_mma_tile(config, tile);
+}
+
+void shape_for_tensor_cores(Plan* plan, int tile) {
+    const TileSize size = size_of_tile(plan->config, tile);
+    plan->tile = tile;
     plan->tile_rows = size.rows;
     plan->tile_keys = size.keys;
     plan->row_heads = plan->config.num_heads;
@@ -39,13 +50,13 @@ void shape_for_mma(Plan* plan, int tile) {
     plan->base2 = 1;
 }
 
-// Tile extents of the plan. device: NULL is enough when it has no tile of mma to choose.
+// Tile extents of the plan. device: NULL is enough when it has no tile of mma or wgmma to choose.
 Plan shape_plan(const nvr_plan_config& config, const Device* device) {
     Plan plan = {};
     plan.config = config;
     plan.words = static_cast<int32_t>(ceil_div(min64(config.max_total_q, NVR_MAX_DRAFT), WARP));
-    if (config.kernel == NVR_KERNEL_MMA) {
-        shape_for_mma(&plan, config.tile_config == NVR_MMA_DEFAULT ? choose_mma_tile(config, *device) : config.tile_config);
+    if (uses_tensor_cores(config.kernel)) {
+        shape_for_tensor_cores(&plan, config.tile_config == 0 ? choose_tile(config, *device) : config.tile_config);
         return plan;
     }
     int32_t tile = config.tile_config;
@@ -58,9 +69,9 @@ Plan shape_plan(const nvr_plan_config& config, const Device* device) {
     return plan;
 }
 
-// Persistent CTAs of paged and mma: as many as are resident at once.
+// Persistent CTAs of paged, mma and wgmma: as many as are resident at once.
 int32_t count_ctas(const Plan& plan, const Device& device) {
-    if (plan.config.kernel == NVR_KERNEL_MMA) return device.sms;
+    if (uses_tensor_cores(plan.config.kernel)) return device.sms;
     int blocks = 1;
     for_dims(plan.config, [&](auto dims) { return blocks = decltype(dims)::type::BLOCKS_PER_SM; });
     const int64_t need = tile_shared_bytes(plan) + BLOCK_RESERVED_SHARED;
@@ -125,7 +136,7 @@ int open_workspace(Plan* plan, const void* workspace, uint64_t workspace_bytes) 
 }
 
 int check_mma(const Plan& plan, const Device& device) {
-    const MmaTileSize size = size_of_mma_tile(plan.config, plan.mma_tile);
+    const TileSize size = size_of_mma_tile(plan.config, plan.tile);
     if (size.hands_over && !device.hands_over) {
         return fail(NVR_ERROR_NO_KERNEL_IMAGE,
                     "the mma tile of %d rows needs an sm_90a GPU and a library built for it; the default tile would run", size.rows);
@@ -134,7 +145,19 @@ int check_mma(const Plan& plan, const Device& device) {
     return fail(NVR_ERROR_SHARED_MEMORY,
                 "the mma tile of %d rows x %d keys needs %lld B of shared memory, this device has %d B; %s would run", size.rows, size.keys,
                 static_cast<long long>(size.shared_bytes), device.shared_per_block,
-                plan.mma_tile == choose_mma_tile(plan.config, device) ? "paged" : "the default tile");
+                plan.tile == choose_mma_tile(plan.config, device) ? "paged" : "the default tile");
+}
+
+int check_wgmma(const Plan& plan, const Device& device) {
+    const TileSize size = size_of_wgmma_tile(plan.config, plan.tile);
+    if (!device.hands_over) {
+        return fail(NVR_ERROR_NO_KERNEL_IMAGE, "wgmma needs an sm_90a GPU (Hopper) and a library built for it; mma would run");
+    }
+    if (size.shared_bytes <= device.shared_for_wgmma) return NVR_OK;
+    return fail(NVR_ERROR_SHARED_MEMORY,
+                "the wgmma tile of %d rows x %d keys needs %lld B of shared memory, this device has %d B; %s would run", size.rows, size.keys,
+                static_cast<long long>(size.shared_bytes), device.shared_for_wgmma,
+                plan.tile == choose_wgmma_tile(plan.config, device) ? "mma" : "the default tile");
 }
 
 int check_shared(const Plan& plan, const Device& device) {
@@ -147,19 +170,21 @@ int check_shared(const Plan& plan, const Device& device) {
 
 int64_t shared_bytes_of(const Plan& plan, int kernel) {
     if (kernel == NVR_KERNEL_NAIVE) return 0;
-    return kernel == NVR_KERNEL_MMA ? size_of_mma_tile(plan.config, plan.mma_tile).shared_bytes : tile_shared_bytes(plan);
+    return uses_tensor_cores(kernel) ? size_of_tile(plan.config, plan.tile).shared_bytes : tile_shared_bytes(plan);
 }
 
 // Whether a plan is one for the kernel.
 int check_plans_kernel(const nvr_plan_config& config, int kernel) {
-    if (kernel < NVR_KERNEL_NAIVE || kernel > NVR_KERNEL_MMA) return fail(NVR_ERROR_OPTION, "unknown kernel %d", kernel);
-    if ((kernel == NVR_KERNEL_MMA) == (config.kernel == NVR_KERNEL_MMA)) return NVR_OK;
-    return fail(NVR_ERROR_OPTION, "a plan with kernel = %d cannot run kernel %d: mma cuts work into tiles of its own", config.kernel, kernel);
+    if (kernel < NVR_KERNEL_NAIVE || kernel > NVR_KERNEL_WGMMA) return fail(NVR_ERROR_OPTION, "unknown kernel %d", kernel);
+    if (kernel == config.kernel || !(uses_tensor_cores(kernel) || uses_tensor_cores(config.kernel))) return NVR_OK;
+    return fail(NVR_ERROR_OPTION, "a plan with kernel = %d cannot run kernel %d: mma and wgmma cut work into tiles of their own", config.kernel,
+                kernel);
 }
 
 int check_kernel(const Plan& plan, const Device& device, int kernel) {
     const int status = check_plans_kernel(plan.config, kernel);
     if (status != NVR_OK || kernel == NVR_KERNEL_NAIVE) return status;
+    if (kernel == NVR_KERNEL_WGMMA) return check_wgmma(plan, device);
     return kernel == NVR_KERNEL_MMA ? check_mma(plan, device) : check_shared(plan, device);
 }
 
@@ -179,7 +204,7 @@ int verify(int kernel, const nvr_plan_config* config, const nvr_tensors* tensors
     if (kernel == NVR_KERNEL_NAIVE) return launch_naive(device, params, stream);
     if (kernel == NVR_KERNEL_FLASH) return launch_flash(device, params, stream);
     if (kernel == NVR_KERNEL_PAGED) return launch_paged(device, params, stream);
-    return launch_mma(device, params, stream);
+    return kernel == NVR_KERNEL_MMA ? launch_mma(device, params, stream) : launch_wgmma(device, params, stream);
 }
 
 }  // namespace
@@ -206,7 +231,7 @@ int nvr_shared_bytes(const nvr_plan_config* config, int kernel, uint64_t* bytes)
     int status = check_config(config);
     if (status == NVR_OK && bytes == nullptr) status = fail(NVR_ERROR_NULL_POINTER, "bytes is NULL");
     if (status == NVR_OK) status = check_plans_kernel(*config, kernel);
-    if (status == NVR_OK && kernel == NVR_KERNEL_MMA && config->tile_config == NVR_MMA_DEFAULT) status = get_device(config->device, &device);
+    if (status == NVR_OK && uses_tensor_cores(kernel) && config->tile_config == 0) status = get_device(config->device, &device);
     if (status != NVR_OK) return status;
     *bytes = static_cast<uint64_t>(shared_bytes_of(shape_plan(*config, &device), kernel));
     return NVR_OK;
@@ -250,6 +275,10 @@ int nvr_verify_paged(const nvr_plan_config* config, const nvr_tensors* tensors, 
 
 int nvr_verify_mma(const nvr_plan_config* config, const nvr_tensors* tensors, void* workspace, uint64_t workspace_bytes, void* stream) {
     return verify(NVR_KERNEL_MMA, config, tensors, workspace, workspace_bytes, stream);
+}
+
+int nvr_verify_wgmma(const nvr_plan_config* config, const nvr_tensors* tensors, void* workspace, uint64_t workspace_bytes, void* stream) {
+    return verify(NVR_KERNEL_WGMMA, config, tensors, workspace, workspace_bytes, stream);
 }
 
 }  // extern "C"

@@ -64,6 +64,7 @@ int ask_device(int ordinal, Device* device) {
         error = cudaDeviceGetAttribute(want.value, want.attribute, ordinal);
         if (error != cudaSuccess) return no_device(ordinal, error);
     }
+    device->shared_for_wgmma = device->shared_per_block;
 #ifdef NVR_SM_90A  // build.py: there is code for sm_90a
     device->hands_over = major == 9 && minor == 0;
 #else
@@ -81,6 +82,7 @@ int get_device(int ordinal, Device* device) {
         device->shared_per_block = cached->shared_per_block.load(std::memory_order_relaxed);
         device->shared_per_sm = cached->shared_per_sm.load(std::memory_order_relaxed);
         device->hands_over = cached->hands_over.load(std::memory_order_relaxed);
+        device->shared_for_wgmma = device->shared_per_block;
         return NVR_OK;
     }
     const int status = ask_device(ordinal, device);
@@ -102,13 +104,13 @@ DeviceGuard::~DeviceGuard() {
     if (previous_ >= 0) (void)cudaSetDevice(previous_);
 }
 #else
-// A small imaginary device: few enough CTAs that small problems are split, and the shared memory of an sm_120 block or that of
-// CUDA_REF_HOST_SHARED. Its threads have registers as they need them.
+// A small imaginary device: few enough CTAs that small problems are split, and the shared memory of an sm_120 block (for wgmma, which is Hopper's,
+// that of a Hopper block) or that of CUDA_REF_HOST_SHARED. Its threads have registers as they need them.
 int get_device(int ordinal, Device* device) {
-    constexpr int SMS = 4, SHARED_PER_BLOCK = 101376;
+    constexpr int SMS = 4, SHARED_PER_BLOCK = 101376, HOPPER_SHARED = 232448;
     const char* text = getenv("CUDA_REF_HOST_SHARED");
-    const int shared = text == nullptr ? SHARED_PER_BLOCK : atoi(text);
-    *device = {ordinal, SMS, shared, 2 * (shared + 1024), true};
+    const int shared = text == nullptr ? SHARED_PER_BLOCK : atoi(text), hopper_shared = text == nullptr ? HOPPER_SHARED : shared;
+    *device = {ordinal, SMS, shared, hopper_shared, 2 * (shared + 1024), true};
     return NVR_OK;
 }
 

@@ -12,8 +12,9 @@ struct Device {
     int ordinal;
     int sms;
     int shared_per_block;  // opt-in limit of dynamic shared memory, bytes
+    int shared_for_wgmma;  // the same for wgmma; another number in the host build only
     int shared_per_sm;  // each resident block takes its own need and 1 KB more of it
-    bool hands_over;    // there are setmaxnreg and code in this library that uses it
+    bool hands_over;    // there are setmaxnreg and wgmma, and code in this library that uses them
 };
 
 // A block gets this much dynamic shared memory without asking (CUDA C++ Programming Guide, "Shared Memory").

@@ -20,8 +20,8 @@ int for_mma_tile(int tile, Visit visit) {
 
 }  // namespace
 
-MmaTileSize size_of_mma_tile(const nvr_plan_config& config, int tile) {
-    MmaTileSize size = {};
+TileSize size_of_mma_tile(const nvr_plan_config& config, int tile) {
+    TileSize size = {};
     for_mma_tile(tile, [&](auto tag) {
         using Tile = typename decltype(tag)::type;
         return for_mma_dims(config, [&](auto dims) {
@@ -40,14 +40,14 @@ int choose_mma_tile(const nvr_plan_config& config, const Device& device) {
     const int64_t rows = config.deterministic ? 64 : tokens * config.num_heads;
     const int32_t wanted = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
     for (int tile = NVR_MMA_M64; tile < NVR_MMA_M16_SMALL; ++tile) {
-        const MmaTileSize size = size_of_mma_tile(config, tile);
+        const TileSize size = size_of_mma_tile(config, tile);
         if (size.rows <= wanted && size.shared_bytes <= device.shared_per_block && (device.hands_over || !size.hands_over)) return tile;
     }
     return NVR_MMA_M16_SMALL;
 }
 
 int launch_mma(const Device& device, const VerifyParams& params, void* stream) {
-    const int status = for_mma_tile(params.plan.mma_tile, [&](auto tile) {
+    const int status = for_mma_tile(params.plan.tile, [&](auto tile) {
         return launch_mma_tile<typename decltype(tile)::type>(device, params, stream);
     });
     return status == NVR_OK ? launch_combine(device, params, stream) : status;

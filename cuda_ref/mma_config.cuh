@@ -57,9 +57,11 @@ constexpr uint32_t THREADS_PER_ROW = SEGMENT_BYTES / CHUNK_BYTES;
 // RING of 128, which the swizzle counts from.
 template <class Tile, class RowDims>
 struct Layout : Tile, RowDims {
+    static constexpr int BLOCK_KEYS = mma::BLOCK_KEYS;
     static constexpr int GROUPS = SCORE_WARPS / Tile::ROW_WARPS, KEY_BLOCKS = Tile::KEYS / BLOCK_KEYS, WARP_ROWS = Tile::ROWS / Tile::ROW_WARPS;
     static constexpr uint32_t ROW_BYTES = RowDims::width * ITEM_BYTES, BLOCK_BYTES = BLOCK_KEYS * ROW_BYTES;
     static constexpr uint32_t SEGMENTS = ROW_BYTES / SEGMENT_BYTES;
+    static constexpr uint32_t ROW_PITCH = ROW_BYTES, SEGMENT_PITCH = SEGMENT_BYTES;  // from row to row, from segment to segment
     static constexpr uint32_t GROUP_WEIGHT_BYTES = Tile::ROWS * Tile::KEYS * ITEM_BYTES;
 
     static constexpr uint32_t ROW_FLOATS = Tile::ROWS * 4, GROUP_FLOATS = GROUPS * ROW_FLOATS, WARP_WORDS = SCORE_WARPS * 4;

@@ -1,13 +1,13 @@
-// The mask of mma: which scores of a step are hidden, and what is done about NaN in draft rows that only some rows see. All of it only for
+// The mask of mma and wgmma: which scores of a step are hidden, and what is done about NaN in draft rows that only some rows see. All of it only for
 // steps that hold draft tokens or the end of the list.
 #pragma once
 
-#include "mma_products.cuh"
+#include "mma_scores.cuh"
 
 namespace nvr {
 namespace mma {
 
-// Bit i set = the row with these visibility words sees key `key` + i, for the keys of a step.
+// Bit i set = the row with these visibility words sees key `key` + i, for KEYS keys, at most 32.
 template <int KEYS>
 __device__ __forceinline__ uint32_t row_bits(const uint32_t* visibility, uint32_t words, uint32_t key, uint32_t prefix, uint32_t kv_len) {
     uint32_t seen = 0;
@@ -28,28 +28,32 @@ __device__ __forceinline__ uint32_t row_bits(const uint32_t* visibility, uint32_
     return seen;
 }
 
-// seen[i]: bits of the lane's row i, bit 8 n + e = its key e of 8-key tile n. key: first of the step; flat: the lane's first row in the request.
+// seen[i]: bits of the lane's row i, bit 8 n + e = its key e of 8-key tile n, 32 keys a word. key: first of the step; flat: the lane's first row
+// in the request.
 template <class S>
-__device__ __forceinline__ void look(const Plan& plan, const Request& request, uint32_t key, uint32_t flat, uint32_t lane,
-                                     uint32_t (&seen)[S::LANE_ROWS]) {
+__device__ __forceinline__ void look(const Plan& plan, const Request& request, uint32_t key, uint32_t flat, uint32_t lane, Seen<S>& seen) {
+    constexpr int WIDTH = S::KEYS < WARP ? S::KEYS : WARP;
     const uint32_t prefix = static_cast<uint32_t>(request.prefix), kv_len = static_cast<uint32_t>(request.kv_len);
     const uint32_t last = static_cast<uint32_t>(request.q_len) - 1;  // draft token
 #pragma unroll
     for (int i = 0; i < S::LANE_ROWS; ++i) {
         const uint32_t row_token = (flat + 8 * i) / plan.row_heads, token = row_token < last ? row_token : last;
         const uint32_t* visibility = plan.workspace.visibility + (request.q_begin + token) * plan.words;
-        seen[i] = row_bits<S::KEYS>(visibility, plan.words, key, prefix, kv_len) >> 2 * (lane % 4);
+#pragma unroll
+        for (int s = 0; s < S::SEEN_WORDS; ++s) {
+            seen[i][s] = row_bits<WIDTH>(visibility, plan.words, key + s * WARP, prefix, kv_len) >> 2 * (lane % 4);
+        }
     }
 }
 
 template <class S>
-__device__ __forceinline__ bool is_seen(const uint32_t (&seen)[S::LANE_ROWS], int i, int n, int e) {
-    return seen[i] >> (8 * n + e) & 1;
+__device__ __forceinline__ bool is_seen(const Seen<S>& seen, int i, int n, int e) {
+    return seen[i][n / 4] >> (8 * (n % 4) + e) & 1;
 }
 
 // Whether a score that this lane hides is not finite.
 template <class S>
-__device__ __forceinline__ bool is_poisoned(Scores<S>& scores, const uint32_t (&seen)[S::LANE_ROWS]) {
+__device__ __forceinline__ bool is_poisoned(Scores<S>& scores, const Seen<S>& seen) {
     bool found = false;
 #pragma unroll
     for (int i = 0; i < S::LANE_ROWS; ++i) {
@@ -65,17 +69,23 @@ __device__ __forceinline__ bool is_poisoned(Scores<S>& scores, const uint32_t (&
     return found;
 }
 
+// The largest power of two that is not above `most`.
+__host__ __device__ constexpr uint32_t floor_power_of_two(uint32_t most) { return most < 2 ? 1 : 2 * floor_power_of_two(most / 2); }
+
 // Values of the step's draft keys that hold a NaN or an infinity become zeros. Rare, so it takes its time.
 // member: thread of the group; number: running number of the step's first block; key0: the step's first key.
 template <class S>
 __device__ __forceinline__ void zero_poisoned(uint32_t member, uint32_t number, uint32_t key0, uint32_t prefix) {
-    constexpr uint32_t THREADS_A_KEY = WARP * S::ROW_WARPS / S::KEYS, LOW = TensorCore<typename S::Element>::EXPONENT, HIGH = LOW << 16;
+    // A power of two of threads a key, so that a warp has all of them; with 48 keys a quarter of the group is idle.
+    constexpr uint32_t THREADS = WARP * S::ROW_WARPS, THREADS_A_KEY = floor_power_of_two(THREADS / S::KEYS);
+    constexpr uint32_t LOW = TensorCore<typename S::Element>::EXPONENT, HIGH = LOW << 16;
     constexpr uint32_t CHUNKS = S::ROW_BYTES / CHUNK_BYTES, VALUE_CHUNKS = S::latent * ITEM_BYTES / CHUNK_BYTES;
-    const uint32_t key = member / THREADS_A_KEY, part = member % THREADS_A_KEY, row = key % BLOCK_KEYS;
-    const uint32_t start = S::RING + block_offset<S>(number + key / BLOCK_KEYS);
+    const uint32_t key = member / THREADS_A_KEY, part = member % THREADS_A_KEY, row = key % S::BLOCK_KEYS;
+    const uint32_t start = S::RING + block_offset<S>(number + key / S::BLOCK_KEYS);
+    const bool idle = THREADS_A_KEY * S::KEYS < THREADS && key >= S::KEYS;
     bool bad = false;
 #pragma unroll 1
-    for (uint32_t c = part; c < CHUNKS; c += THREADS_A_KEY) {
+    for (uint32_t c = idle ? CHUNKS : part; c < CHUNKS; c += THREADS_A_KEY) {
         const uint32_t* words = shared_array<uint32_t>(start + row_offset<S>(row, c));
         for (int i = 0; i < 4; ++i) bad |= (words[i] & LOW) == LOW || (words[i] & HIGH) == HIGH;
     }
@@ -93,7 +103,7 @@ __device__ __forceinline__ void zero_poisoned(uint32_t member, uint32_t number, 
 // Hidden scores become what the factor will make -inf of; returns the factor. Scores are not scaled here: float32 numbers of 1e5 are 0.008 apart,
 // and the later fma rounds once.
 template <class S>
-__device__ __forceinline__ float hide(Scores<S>& scores, const uint32_t (&seen)[S::LANE_ROWS], float factor) {
+__device__ __forceinline__ float hide(Scores<S>& scores, const Seen<S>& seen, float factor) {
     const bool done = factor == 0.0f;  // 0 times infinity is NaN
     const float hidden = factor < 0.0f ? INFINITY : -INFINITY;
 #pragma unroll

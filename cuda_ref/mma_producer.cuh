@@ -10,15 +10,21 @@
 namespace nvr {
 namespace mma {
 
-// Pool rows of this thread's keys of one step, `key` its first; read long before they are needed. pooled: keys that lie in the pool;
-// slot0: of the request's first key (validate.cu sees to it that 32 bits are enough, and registers are scarce here).
-template <class C>
-__device__ __forceinline__ void find_slots(const uint32_t* slots, uint32_t slot0, uint32_t key, uint32_t pooled, uint32_t (&found)[C::KEY_BLOCKS]) {
+// Rows that the producers copy side by side; of mma a block.
+constexpr int PASS_ROWS = PRODUCER_THREADS / THREADS_PER_ROW;
+static_assert(PASS_ROWS == BLOCK_KEYS, "a row of each block a thread");
+
+// Pool row of a key; read long before it is needed. pooled: keys that lie in the pool; slot0: of the request's first key (validate.cu sees to it
+// that 32 bits are enough, and registers are scarce here).
+__device__ __forceinline__ uint32_t find_slot(const uint32_t* slots, uint32_t slot0, uint32_t key, uint32_t pooled) {
+    return key < pooled ? slots[slot0 + key] : 0;
+}
+
+// Pool rows of this thread's keys of one step, `key` its first.
+template <int PASSES>
+__device__ __forceinline__ void find_slots(const uint32_t* slots, uint32_t slot0, uint32_t key, uint32_t pooled, uint32_t (&found)[PASSES]) {
 #pragma unroll
-    for (int b = 0; b < C::KEY_BLOCKS; ++b) {
-        found[b] = 0;
-        if (key + b * BLOCK_KEYS < pooled) found[b] = slots[slot0 + key + b * BLOCK_KEYS];
-    }
+    for (int i = 0; i < PASSES; ++i) found[i] = find_slot(slots, slot0, key + i * PASS_ROWS, pooled);
 }
 
 // Address of pool row `slot`.
@@ -32,11 +38,31 @@ __device__ __forceinline__ uintptr_t pool_row(const VerifyParams& params, uint32
     return reinterpret_cast<uintptr_t>(tensors.kv_cache) + offset * ITEM_BYTES;
 }
 
+// Address of the row of a key: pool row `slot`, or a draft row, of which the request's first is draft0.
+__device__ __forceinline__ uintptr_t key_row(const VerifyParams& params, uint32_t slot, uint32_t key, uint32_t pooled, uint32_t kv_len,
+                                             uint32_t draft0) {
+    const nvr_tensors& tensors = params.tensors;
+    uintptr_t row = pool_row(params, slot);
+    if (key >= pooled && key < kv_len) {
+        const int64_t draft_row = draft0 + (key - pooled);
+        row = reinterpret_cast<uintptr_t>(tensors.draft_kv) + draft_row * tensors.draft_row_stride * ITEM_BYTES;
+    }
+    return row;
+}
+
+// Starts to copy a thread's chunks of one row, one of each segment; zeros if there is no such row.
+template <class C>
+__device__ __forceinline__ void copy_row(uint32_t target, uintptr_t source, bool valid) {
+#pragma unroll
+    for (uint32_t s = 0; s < C::SEGMENTS; ++s) {
+        ptx::cp_async_16_zfill(target + s * C::SEGMENT_PITCH, reinterpret_cast<const void*>(source + s * SEGMENT_BYTES), valid ? CHUNK_BYTES : 0);
+    }
+}
+
 // One producer thread from start to end. t: thread of the role.
 template <class C>
 __device__ __forceinline__ void produce(const VerifyParams& params, uint32_t base, uint32_t t) {
     const Plan& plan = params.plan;
-    const nvr_tensors& tensors = params.tensors;
     const uint32_t row = t / THREADS_PER_ROW, sub = t % THREADS_PER_ROW;
     const uint32_t target = base + C::RING + row_offset<C>(row, sub);
     uint32_t number = 0;  // of the next block
@@ -50,28 +76,18 @@ __device__ __forceinline__ void produce(const VerifyParams& params, uint32_t bas
         uint32_t steps = piece_length<C>(plan, walk);
         uint32_t key = walk.unit * C::KEYS + row;
         uint32_t found[C::KEY_BLOCKS];
-        find_slots<C>(plan.workspace.slots, slot0, key, pooled, found);
+        find_slots(plan.workspace.slots, slot0, key, pooled, found);
         for (; steps != 0; --steps) {
             uint32_t sources[C::KEY_BLOCKS];
 #pragma unroll
             for (int b = 0; b < C::KEY_BLOCKS; ++b) sources[b] = found[b];
-            find_slots<C>(plan.workspace.slots, slot0, key + C::KEYS, pooled, found);
+            find_slots(plan.workspace.slots, slot0, key + C::KEYS, pooled, found);
 #pragma unroll
             for (int b = 0; b < C::KEY_BLOCKS; ++b) {
-                uintptr_t source = pool_row(params, sources[b]);
-                if (key >= pooled && key < kv_len) {
-                    const int64_t draft_row = draft0 + (key - pooled);
-                    source = reinterpret_cast<uintptr_t>(tensors.draft_kv) + draft_row * tensors.draft_row_stride * ITEM_BYTES;
-                }
-                source += sub * CHUNK_BYTES;
+                const uintptr_t source = key_row(params, sources[b], key, pooled, kv_len, draft0) + sub * CHUNK_BYTES;
                 // The value warps have read what lay in this block before; the first round finds it free.
                 ptx::mbarrier_wait(empty_at<C>(base, number), phase_of<C::BLOCKS>(number) ^ 1);
-                const uint32_t block = target + block_offset<C>(number);
-#pragma unroll
-                for (uint32_t s = 0; s < C::SEGMENTS; ++s) {
-                    ptx::cp_async_16_zfill(block + s * SEGMENT_BYTES, reinterpret_cast<const void*>(source + s * SEGMENT_BYTES),
-                                           key < kv_len ? CHUNK_BYTES : 0);
-                }
+                copy_row<C>(target + block_offset<C>(number), source, key < kv_len);
                 ptx::cp_async_mbarrier_arrive_noinc(full_at<C>(base, number));
                 ++number;
                 key += BLOCK_KEYS;

@@ -1,7 +1,7 @@
 // Q to shared memory and S = Q K^T, for the score warps of mma.
 #pragma once
 
-#include "mma_work.cuh"
+#include "mma_scores.cuh"
 
 namespace nvr {
 namespace mma {
@@ -10,28 +10,6 @@ namespace mma {
 constexpr int AHEAD = 2;
 // k steps of 16 dims in a 128-byte segment; fragments of as many have registers.
 constexpr int TURNS = SEGMENT_BYTES / (16 * ITEM_BYTES);
-
-// What a score warp works on: 16 x 8 tiles of scores, and how a lane's share of them is laid out.
-template <class C>
-struct ScoreShape : C {
-    static constexpr int ROW_TILES = C::WARP_ROWS / 16, KEY_TILES = C::KEYS / 8, PAIRS = KEY_TILES / 2;
-    static constexpr int LANE_ROWS = 2 * ROW_TILES;  // row i: 8 i after the lane's first
-    // Few accumulators would wait for each other (an mma takes about 33 clocks): then several share a result.
-    static constexpr int CHAINS = ROW_TILES * KEY_TILES < 8 ? 8 / (ROW_TILES * KEY_TILES) : 1;
-};
-
-template <class S>
-using Scores = float[S::ROW_TILES][S::KEY_TILES][4];
-template <class S>
-using Weights = uint32_t[S::ROW_TILES][S::KEY_TILES][2];
-template <class S>
-using RowFloats = float[S::LANE_ROWS];
-
-// Score of the lane's row i and its key e of 8-key tile n.
-template <class S>
-__device__ __forceinline__ float& score_at(Scores<S>& scores, int i, int n, int e) {
-    return scores[i / 2][n][2 * (i % 2) + e];
-}
 
 // The rows of a tile to shared memory, landed for this thread on return. Rows past the request's last become zeros.
 // first: row of the request (draft token x head) that is the tile's first; rows: rows of the request that may be read.
@@ -63,9 +41,11 @@ __device__ __forceinline__ void load_queries(const VerifyParams& params, uint32_
 // swizzle makes step k of a segment the same address with bits 5 and 6 XOR k.
 template <class S>
 __device__ __forceinline__ void multiply_keys(uint32_t q_at, const uint32_t (&k_at)[S::KEY_BLOCKS], Scores<S>& scores) {
-    constexpr int STEPS = S::SEGMENTS * TURNS;
-    float sums[S::CHAINS][S::ROW_TILES][S::KEY_TILES][4] = {};
-    uint32_t a[TURNS][S::ROW_TILES][4], b[TURNS][S::PAIRS][4];
+    constexpr int STEPS = S::SEGMENTS * TURNS, PAIRS = S::KEY_TILES / 2, TILES = S::ROW_TILES * S::KEY_TILES;
+    // Few accumulators would wait for each other (an mma takes about 33 clocks): then several share a result.
+    constexpr int CHAINS = TILES < 8 ? 8 / TILES : 1;
+    float sums[CHAINS][S::ROW_TILES][S::KEY_TILES][4] = {};
+    uint32_t a[TURNS][S::ROW_TILES][4], b[TURNS][PAIRS][4];
 #pragma unroll
     for (int step = -AHEAD; step < STEPS; ++step) {
         if (step + AHEAD < STEPS) {
@@ -74,7 +54,7 @@ __device__ __forceinline__ void multiply_keys(uint32_t q_at, const uint32_t (&k_
 #pragma unroll
             for (int m = 0; m < S::ROW_TILES; ++m) ptx::ldmatrix_x4(a[k][m], (q_at ^ k << 5) + offset + m * 16 * S::ROW_BYTES);
 #pragma unroll
-            for (int n = 0; n < S::PAIRS; ++n) ptx::ldmatrix_x4(b[k][n], (k_at[n] ^ k << 5) + offset);
+            for (int n = 0; n < PAIRS; ++n) ptx::ldmatrix_x4(b[k][n], (k_at[n] ^ k << 5) + offset);
         }
         if (step < 0) continue;
         const int k = step % TURNS;
@@ -82,7 +62,7 @@ __device__ __forceinline__ void multiply_keys(uint32_t q_at, const uint32_t (&k_
         for (int m = 0; m < S::ROW_TILES; ++m) {
 #pragma unroll
             for (int n = 0; n < S::KEY_TILES; ++n) {
-                TensorCore<typename S::Element>::multiply(sums[k % S::CHAINS][m][n], a[k][m], b[k][n / 2][n % 2 * 2], b[k][n / 2][n % 2 * 2 + 1]);
+                TensorCore<typename S::Element>::multiply(sums[k % CHAINS][m][n], a[k][m], b[k][n / 2][n % 2 * 2], b[k][n / 2][n % 2 * 2 + 1]);
             }
         }
     }
@@ -92,9 +72,10 @@ __device__ __forceinline__ void multiply_keys(uint32_t q_at, const uint32_t (&k_
         for (int n = 0; n < S::KEY_TILES; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                scores[m][n][i] = sums[0][m][n][i];
+                float& score = scores[(m * S::KEY_TILES + n) * 4 + i];
+                score = sums[0][m][n][i];
 #pragma unroll
-                for (int c = 1; c < S::CHAINS; ++c) scores[m][n][i] += sums[c][m][n][i];
+                for (int c = 1; c < CHAINS; ++c) score += sums[c][m][n][i];
             }
         }
     }

@@ -13,13 +13,11 @@
 #pragma once
 
 #include "mma_mask.cuh"
+#include "mma_products.cuh"
 #include "mma_softmax.cuh"
 
 namespace nvr {
 namespace mma {
-
-// log2 of how far weights may outgrow 1 before the output is rescaled. 2^8 = 256 is far from float16's 65504.
-constexpr float GROWTH = 8.0f;
 
 // From the peaks before this step to those after it; the sums of this group's rows follow. Whether a lane's output has to be rescaled.
 template <class S>
@@ -83,8 +81,8 @@ __device__ __forceinline__ void hand_over_sums(const RowFloats<S>& total, const 
 
 // Where a hidden score is not finite, the group zeroes the values behind it.
 template <class S>
-__device__ __forceinline__ void clear_poison(Scores<S>& scores, const uint32_t (&seen)[S::LANE_ROWS], uint32_t w, uint32_t lane, uint32_t number,
-                                             uint32_t key0, uint32_t prefix) {
+__device__ __forceinline__ void clear_poison(Scores<S>& scores, const Seen<S>& seen, uint32_t w, uint32_t lane, uint32_t number, uint32_t key0,
+                                             uint32_t prefix) {
     const uint32_t group = w / S::ROW_WARPS, first = group * S::ROW_WARPS;
     uint32_t* poison = shared_array<uint32_t>(S::POISON);
     const uint32_t met = __ballot_sync(ALL_LANES, is_poisoned<S>(scores, seen));
@@ -147,7 +145,7 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
             Scores<S> scores;
             multiply_keys<S>(q_at, k_at, scores);
             const bool masked = key0 + S::KEYS > prefix;
-            uint32_t seen[S::LANE_ROWS];
+            Seen<S> seen;
             if (masked) {
                 // Looked up here, in the few steps that want it: it would live through all the others.
                 const Walk here = score_mark<S>()->walk;

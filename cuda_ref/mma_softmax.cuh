@@ -1,10 +1,13 @@
-// The online softmax of mma over the scores of one step, of one lane, in units of log2(e).
+// The online softmax of mma and wgmma over the scores of one step, of one lane, in units of log2(e).
 #pragma once
 
-#include "mma_products.cuh"
+#include "mma_scores.cuh"
 
 namespace nvr {
 namespace mma {
+
+// log2 of how far weights may outgrow 1 before the output is rescaled. 2^8 = 256 is far from float16's 65504.
+constexpr float GROWTH = 8.0f;
 
 // What scores are still to be multiplied by, to be in log2 units; capped ones are ready.
 template <class S>

@@ -1,4 +1,4 @@
-// What the three roles of mma share: the walk over a CTA's share of the line of work, the ring, the swizzles and the barriers.
+// What the three roles of mma share, and wgmma with them: the walk over a CTA's share of the line of work, the ring, the swizzles, the barriers.
 #pragma once
 
 #include "mma_config.cuh"
@@ -76,11 +76,11 @@ __device__ __forceinline__ uint32_t tokens_there(const VerifyParams& params, con
     return static_cast<uint32_t>(max64(min64(request.q_len, params.rows - request.q_begin), 0));
 }
 
-// Byte offset of 16-byte chunk `chunk` of row `row` in q and ring, whole rows; and in the weights, rows of KEYS elements. Both swizzles put
-// the 8 rows of any ldmatrix matrix into 8 different 16-byte bank groups.
+// Byte offset of 16-byte chunk `chunk` of row `row` in q and ring; and in the weights, rows of KEYS elements. Both swizzles put the 8 rows of
+// any ldmatrix matrix into 8 different 16-byte bank groups.
 template <class C>
 __device__ __forceinline__ uint32_t row_offset(uint32_t row, uint32_t chunk) {
-    return row * C::ROW_BYTES + chunk / THREADS_PER_ROW * SEGMENT_BYTES + (chunk ^ row) % THREADS_PER_ROW * CHUNK_BYTES;
+    return row * C::ROW_PITCH + chunk / THREADS_PER_ROW * C::SEGMENT_PITCH + (chunk ^ row) % THREADS_PER_ROW * CHUNK_BYTES;
 }
 
 template <class C>

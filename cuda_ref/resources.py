@@ -29,12 +29,16 @@ _ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\w+)'")
 _SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
-_TILE = re.compile(r"(flash|paged|mma)<\w+, (?:Mma)?Tile<([\d, ]+)>, Dims<(\d+), (\d+)>")
-# Template arguments of the tiles -> nvr_tile_config, nvr_mma_tile.
+_TILE = re.compile(r"(flash|paged|mma|wgmma)<\w+, (?:Mma|Wgmma)?Tile<([\d, ]+)>, Dims<(\d+), (\d+)>")
+# Template arguments of the tiles -> nvr_tile_config, nvr_mma_tile, number of WgmmaTiles.
 _TILES = {"8, 16": 1, "16, 16": 2, "8, 32": 3,
-          "64, 32, 8, 2": 1, "32, 32, 9, 1": 2, "32, 32, 6, 1": 3, "32, 16, 3, 2": 4, "16, 32, 11, 1": 5, "16, 32, 7, 1": 6, "16, 16, 4, 1": 7}
-# Registers below which a kernel of mma does nothing but trap: no GPU of the architecture has room for its tile (is_compiled in mma.cuh).
+          "64, 32, 8, 2": 1, "32, 32, 9, 1": 2, "32, 32, 6, 1": 3, "32, 16, 3, 2": 4, "16, 32, 11, 1": 5, "16, 32, 7, 1": 6, "16, 16, 4, 1": 7,
+          "48, 3, 6, 168, 160, 24, 0": 1}
+# Registers below which a kernel of mma or wgmma does nothing but trap: no GPU of the architecture has room for its tile, or none has its
+# instructions (is_compiled in mma.cuh, is_wgmma_compiled in wgmma.cuh).
 _LEAST_OF_MMA = 16
+# ptxas saw the registers of a wgmma on its way touched, or could not rule it out, and put waits where the kernel has none.
+_INJECTED_WAITS = re.compile(r"[^\n]*(?:\(C75(?:1\d|20)\)|wgmma\.mma_async instructions are serialized)[^\n]*")
 # Extents of the largest problem of a kernel that reads them at run time: MAX_LATENT_DIM and MAX_ROPE_DIM of verify_attn.cuh.
 _LARGEST_DIMS = (512, 128)
 
@@ -49,7 +53,7 @@ def _demangle(names: list[str]) -> list[str]:
 
 
 def parse(output: str) -> list[KernelResources]:
-    """Rows from the text of `ptxas -v`, dynamic shared memory still 0. Without those kernels of mma that no GPU has room for."""
+    """Rows from the text of `ptxas -v`, dynamic shared memory still 0. Without those kernels of mma and wgmma that no GPU can run."""
     rows: list[KernelResources] = []
     for line in output.splitlines():
         if entry := _ENTRY.search(line):
@@ -63,7 +67,12 @@ def parse(output: str) -> list[KernelResources]:
             rows[-1]["static_shared"] = int(shared[1]) if shared else 0
     for row, name in zip(rows, _demangle([row["kernel"] for row in rows]), strict=True):
         row["kernel"] = name
-    return [row for row in rows if not row["kernel"].startswith("mma<") or row["registers"] >= _LEAST_OF_MMA]
+    return [row for row in rows if not row["kernel"].startswith(("mma<", "wgmma<")) or row["registers"] >= _LEAST_OF_MMA]
+
+
+def injected_waits(output: str) -> list[str]:
+    """What ptxas says of wgmma that it made wait for each other: right and slow, so a mistake of the kernel."""
+    return _INJECTED_WAITS.findall(output)
 
 
 def with_dynamic_shared(rows: list[KernelResources], library: Path) -> list[KernelResources]:

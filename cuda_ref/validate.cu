@@ -39,13 +39,13 @@ int check_index_array(const char* name, const nvr_index_array& array, int64_t le
     return array.length == 0 ? NVR_OK : check_pointer(name, array.data, array.width);
 }
 
-// Rows that mma is compiled for.
-int check_mma_rows(const nvr_plan_config& config) {
-    if (config.dtype == NVR_FLOAT32) return fail(NVR_ERROR_DTYPE, "dtype float32: mma takes bfloat16 and float16; paged would run");
+// Rows that mma or wgmma, `kernel`, is compiled for.
+int check_mma_rows(const nvr_plan_config& config, const char* kernel) {
+    if (config.dtype == NVR_FLOAT32) return fail(NVR_ERROR_DTYPE, "dtype float32: %s takes bfloat16 and float16; paged would run", kernel);
     if (for_mma_dims(config, [](auto) { return true; })) return NVR_OK;
     return fail(NVR_ERROR_UNSUPPORTED_DIMS,
-                "latent_dim is %d and rope_dim %d; mma is compiled for 512/64, 512/0, 256/64 and 128/64, paged would run", config.latent_dim,
-                config.rope_dim);
+                "latent_dim is %d and rope_dim %d; %s is compiled for 512/64, 512/0, 256/64 and 128/64, paged would run", config.latent_dim,
+                config.rope_dim, kernel);
 }
 
 int check_tree(const nvr_tree& tree) {
@@ -71,11 +71,11 @@ int check_pointer(const char* name, const void* pointer, int64_t alignment) {
 int check_config(const nvr_plan_config* config) {
     if (config == nullptr) return fail(NVR_ERROR_NULL_POINTER, "config is NULL");
     if (config->dtype < NVR_BFLOAT16 || config->dtype > NVR_FLOAT32) return fail(NVR_ERROR_DTYPE, "unknown dtype %d", config->dtype);
-    if (config->kernel < NVR_KERNEL_NAIVE || config->kernel > NVR_KERNEL_MMA) {
+    if (config->kernel < NVR_KERNEL_NAIVE || config->kernel > NVR_KERNEL_WGMMA) {
         return fail(NVR_ERROR_OPTION, "unknown kernel %d", config->kernel);
     }
-    const bool mma = config->kernel == NVR_KERNEL_MMA;
-    const int last_tile = mma ? static_cast<int>(NVR_MMA_M16_SMALL) : static_cast<int>(NVR_TILE_H8_K32);
+    const bool mma = config->kernel == NVR_KERNEL_MMA, wgmma = config->kernel == NVR_KERNEL_WGMMA;
+    const int last_tile = wgmma ? count_wgmma_tiles() : mma ? static_cast<int>(NVR_MMA_M16_SMALL) : static_cast<int>(NVR_TILE_H8_K32);
     if (config->tile_config < 0 || config->tile_config > last_tile) {
         return fail(NVR_ERROR_OPTION, "unknown tile configuration %d", config->tile_config);
     }
@@ -95,7 +95,7 @@ int check_config(const nvr_plan_config* config) {
     }
     int status = check_dim("latent_dim", config->latent_dim, WARP, MAX_LATENT_DIM);
     if (status == NVR_OK) status = check_dim("rope_dim", config->rope_dim, 0, MAX_ROPE_DIM);
-    return status == NVR_OK && mma ? check_mma_rows(*config) : status;
+    return status == NVR_OK && (mma || wgmma) ? check_mma_rows(*config, mma ? "mma" : "wgmma") : status;
 }
 
 int check_indices(const nvr_plan_config& config, const nvr_indices* indices) {

@@ -46,7 +46,7 @@ struct Counts {
 struct Workspace {
     Counts* counts;
     Request* requests;     // [max_batch]
-    Cursor* starts;        // [ctas + 1] where each CTA of paged and mma begins, and so where the one before it ends
+    Cursor* starts;        // [ctas + 1] where each CTA of paged, mma and wgmma begins, and so where the one before it ends
     int32_t* row_request;  // [max_total_q] request of a row, -1 = padding
     uint32_t* visibility;  // [max_total_q, words] bit j: the row sees draft token j
     uint32_t* slots;       // [max_kv_entries * page_size] pool row (page * page_size + offset) of every listed token
@@ -58,14 +58,14 @@ struct Workspace {
 // The plan as the kernels see it.
 struct Plan {
     nvr_plan_config config;
-    int32_t mma_tile;    // nvr_mma_tile, chosen; of a plan for mma
+    int32_t tile;        // nvr_mma_tile or number of WgmmaTiles, chosen; of a plan for mma or wgmma
     int32_t tile_rows, tile_keys;  // query rows (draft token, head) and keys of a tile; of flash and paged, the rows are heads of one token
     int32_t row_heads;   // heads from token to token in the line of query rows: num_heads, or filled up to whole tiles (flash and paged)
     int32_t head_tiles;  // flash and paged: row_heads / tile_rows
     int32_t min_keys;    // shortest share of a CTA: below that, loading q and merging a partial cost more than they spread
     int32_t base2;       // maxima of partials are in units of log2(e)
     int32_t words;       // uint32 words of one visibility row
-    int32_t ctas;        // grid of paged and mma
+    int32_t ctas;        // grid of paged, mma and wgmma
     int32_t max_merges;
     int64_t partial_slots;
     Workspace workspace;
@@ -119,27 +119,34 @@ template <class Element, class RowDims> __global__ void naive_kernel(VerifyParam
 template <class Element, class TileShape, class RowDims> __global__ void flash_kernel(VerifyParams params);
 template <class Element, class TileShape, class RowDims> __global__ void paged_kernel(VerifyParams params);
 template <class Element, class Tile, class RowDims> __global__ void mma_kernel(VerifyParams params);
+template <class Element, class Tile, class RowDims> __global__ void wgmma_kernel(VerifyParams params);
 template <class Element, int STRIPS> __global__ void combine_kernel(VerifyParams params);
 
 // Bytes of dynamic shared memory of a flash or paged block.
 int64_t tile_shared_bytes(const Plan& plan);
 
-// A tile of mma, for rows that mma is compiled for.
-struct MmaTileSize {
+// A tile of mma or wgmma, for rows that they are compiled for.
+struct TileSize {
     int32_t rows, keys;
     int64_t shared_bytes;
     bool hands_over;  // registers: wants an sm_90a GPU
 };
-MmaTileSize size_of_mma_tile(const nvr_plan_config& config, int tile);
+TileSize size_of_mma_tile(const nvr_plan_config& config, int tile);
 
 // The nvr_mma_tile that NVR_MMA_DEFAULT stands for; NVR_MMA_M16_SMALL when the device has no room for any.
 int choose_mma_tile(const nvr_plan_config& config, const Device& device);
+
+// The tiles of wgmma are numbered from 1 on; 0 stands for the first that fits, and for the last when none does.
+int count_wgmma_tiles();
+TileSize size_of_wgmma_tile(const nvr_plan_config& config, int tile);
+int choose_wgmma_tile(const nvr_plan_config& config, const Device& device);
 
 int launch_update(const Device& device, const UpdateParams& params, void* stream);
 int launch_naive(const Device& device, const VerifyParams& params, void* stream);
 int launch_flash(const Device& device, const VerifyParams& params, void* stream);
 int launch_paged(const Device& device, const VerifyParams& params, void* stream);
 int launch_mma(const Device& device, const VerifyParams& params, void* stream);
+int launch_wgmma(const Device& device, const VerifyParams& params, void* stream);
 int launch_combine(const Device& device, const VerifyParams& params, void* stream);
 
 // Calls visit(Element{}) or visit(Element{}, TileShape{}, RowDims tag) with the types that the plan names.
@@ -155,6 +162,19 @@ struct Tag {
     using type = T;
 };
 
+template <class... Types>
+struct TypeList {
+    static constexpr int COUNT = sizeof...(Types);
+
+    // Calls visit with the tag of type `number`, from 1 on, and returns its answer; 0 for other numbers.
+    template <class Visit>
+    static int visit(int number, Visit visit) {
+        int at = 0, answer = 0;
+        (void)((++at == number ? (answer = visit(Tag<Types>{}), true) : false) || ...);
+        return answer;
+    }
+};
+
 // The four pairs that models use have their own code; any other multiple of 32 runs the one that reads its extents.
 template <class Visit>
 int for_dims(const nvr_plan_config& config, Visit visit) {
@@ -165,7 +185,7 @@ int for_dims(const nvr_plan_config& config, Visit visit) {
     return visit(Tag<Dims<0, 0>>{});
 }
 
-// Calls visit with the rows that mma is compiled for and returns its answer; 0 for other rows.
+// Calls visit with the rows that mma and wgmma are compiled for and returns its answer; 0 for other rows.
 template <class Visit>
 int for_mma_dims(const nvr_plan_config& config, Visit visit) {
     if (config.latent_dim == 512 && config.rope_dim == 64) return visit(Tag<Dims<512, 64>>{});

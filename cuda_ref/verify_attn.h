@@ -28,7 +28,7 @@ extern "C" {
 #endif
 
 /* Goes up by one whenever a struct, an enum value or a signature below changes. */
-#define NVR_ABI_VERSION 2
+#define NVR_ABI_VERSION 3
 
 /* Alignment in bytes of workspace, q, kv_cache, draft_kv and out, and the unit of their strides: one 16-byte vector load. */
 #define NVR_ALIGNMENT 16
@@ -60,8 +60,8 @@ enum nvr_status {
 
 enum nvr_dtype { NVR_BFLOAT16 = 0, NVR_FLOAT16 = 1, NVR_FLOAT32 = 2 };
 
-/* mma: tensor cores; bfloat16 and float16 rows of 512/64, 512/0, 256/64 and 128/64 (latent_dim/rope_dim). */
-enum nvr_kernel { NVR_KERNEL_NAIVE = 0, NVR_KERNEL_FLASH = 1, NVR_KERNEL_PAGED = 2, NVR_KERNEL_MMA = 3 };
+/* mma and wgmma: tensor cores; bfloat16 and float16 rows of 512/64, 512/0, 256/64 and 128/64 (latent_dim/rope_dim). wgmma: sm_90a GPUs only. */
+enum nvr_kernel { NVR_KERNEL_NAIVE = 0, NVR_KERNEL_FLASH = 1, NVR_KERNEL_PAGED = 2, NVR_KERNEL_MMA = 3, NVR_KERNEL_WGMMA = 4 };
 
 /* Heads x keys of one tile of flash and paged. The default takes 16 heads when there are more than 8. */
 enum nvr_tile_config { NVR_TILE_DEFAULT = 0, NVR_TILE_H8_K16 = 1, NVR_TILE_H16_K16 = 2, NVR_TILE_H8_K32 = 3 };
@@ -97,9 +97,10 @@ typedef struct nvr_plan_config {
     int32_t rope_dim;   /* multiple of 32, 0 .. 128 */
     int32_t page_size;
     int32_t draft_in_cache; /* 1: the last n_r tokens of a request's list are its draft tokens; 0: they come in draft_kv */
-    int32_t deterministic;  /* 1: the bits of a request depend on nothing but that request (paged, mma; naive and flash always) */
-    int32_t tile_config;    /* nvr_mma_tile of a plan for mma, otherwise nvr_tile_config */
-    int32_t kernel;         /* nvr_kernel that the plan is for; naive, flash and paged run on each other's plans, mma on its own only */
+    int32_t deterministic;  /* 1: the bits of a request depend on nothing but that request (paged, mma, wgmma; naive and flash always) */
+    int32_t tile_config;    /* nvr_mma_tile of a plan for mma; of one for wgmma a number of WgmmaTiles in wgmma_config.cuh, from 1 on, or 0 for the
+                               first that the device has room for; otherwise nvr_tile_config */
+    int32_t kernel;         /* nvr_kernel that the plan is for; naive, flash and paged run on each other's plans, mma and wgmma on their own only */
     int64_t max_batch;
     int64_t max_total_q;
     int64_t max_kv_entries; /* entries of kv_indices, not tokens */
@@ -162,7 +163,7 @@ NVR_API const char *nvr_status_string(int status);
 /* NVR_OK when the kernel (nvr_kernel) can run this plan on its device; otherwise the status that verify would return. */
 NVR_API int nvr_can_run(const nvr_plan_config *config, int kernel);
 
-/* Dynamic shared memory of one block, in bytes. Asks no device, unless it has to choose a tile of mma. */
+/* Dynamic shared memory of one block, in bytes. Asks no device, unless it has to choose a tile of mma or wgmma. */
 NVR_API int nvr_shared_bytes(const nvr_plan_config *config, int kernel, uint64_t *bytes);
 
 /* Bytes of workspace that a plan needs on its device. Keep it as long as the plan; update and verify share it. */
@@ -172,7 +173,7 @@ NVR_API int nvr_workspace_bytes(const nvr_plan_config *config, uint64_t *bytes);
 NVR_API int nvr_plan_update(const nvr_plan_config *config, const nvr_indices *indices, void *workspace, uint64_t workspace_bytes,
                             void *stream);
 
-/* Enqueue the attention itself. paged and mma write partial results to the workspace, so one workspace serves one stream at a time. */
+/* Enqueue the attention itself. paged, mma and wgmma write partial results to the workspace, so one workspace serves one stream at a time. */
 NVR_API int nvr_verify_naive(const nvr_plan_config *config, const nvr_tensors *tensors, const void *workspace,
                              uint64_t workspace_bytes, void *stream);
 NVR_API int nvr_verify_flash(const nvr_plan_config *config, const nvr_tensors *tensors, const void *workspace,
@@ -181,6 +182,8 @@ NVR_API int nvr_verify_paged(const nvr_plan_config *config, const nvr_tensors *t
                              void *stream);
 NVR_API int nvr_verify_mma(const nvr_plan_config *config, const nvr_tensors *tensors, void *workspace, uint64_t workspace_bytes,
                            void *stream);
+NVR_API int nvr_verify_wgmma(const nvr_plan_config *config, const nvr_tensors *tensors, void *workspace, uint64_t workspace_bytes,
+                             void *stream);
 
 #ifdef __cplusplus
 }

@@ -16,16 +16,23 @@ from . import reference
 from .errors import NoDeviceError, UnsupportedError
 from .gpu import driver
 from .gpu.compile import KernelSource
-from .kernels import combine, expand, flash, mma, mma_config, naive, paged, scans, schedule, work
+from .kernels import combine, expand, flash, mma, mma_config, naive, paged, scans, schedule, wgmma, wgmma_config, work
 from .kernels.config import SMALLEST_SHARED_BYTES, Shape, TileConfig, choose_tile, unsupported_shape
 from .kernels.mma_config import MmaConfig, MmaTile, choose_mma_tile, unsupported_mma_shape
+from .kernels.wgmma_config import WgmmaConfig, WgmmaTile, choose_wgmma_tile, unsupported_wgmma_shape
 from .memory import Workspace, align
 from .problem import Enqueue, IndexArrays, PlanSpec, Tensors
 
-#: Kernels of this version, fastest first: what "auto" looks through on a GPU.
-AVAILABLE = ("mma", "paged", "flash", "naive")
+#: What "auto" looks through on a GPU, fastest first. Not wgmma yet: it has not been measured.
+FASTEST = ("mma", "paged", "flash", "naive")
+#: Kernels of this version.
+AVAILABLE = ("wgmma", *FASTEST)
 #: Kernels that cut tiles over CTAs and so need `combine`.
-SPLITTING = ("mma", "paged")
+SPLITTING = ("wgmma", "mma", "paged")
+#: The only architecture with wgmma, and the shared memory it gives a block.
+WGMMA_ARCH, HOPPER_SHARED_BYTES = "sm_90a", 232_448
+#: Kernels that take other rows than the rest: why not these.
+UNSUPPORTED = {"mma": unsupported_mma_shape, "wgmma": unsupported_wgmma_shape}
 #: bfloat16 conversions and cp.async begin with Ampere.
 OLDEST_CAPABILITY = (8, 0)
 #: From Hopper on a warp can sleep at an mbarrier (try_wait).
@@ -98,6 +105,15 @@ def mma_sources(shape: Shape, tile: MmaTile, deterministic: bool, suspend: bool)
     }
 
 
+def wgmma_sources(shape: Shape, tile: WgmmaTile, deterministic: bool) -> dict[str, KernelSource]:
+    """wgmma with one tile, and what goes with it."""
+    config = WgmmaConfig(shape, tile, deterministic)
+    return {
+        "wgmma": KernelSource("wgmma", wgmma.build, config, wgmma.SIGNATURE, wgmma_config.THREADS, shared_bytes=tile.shared_bytes(shape)),
+        **_split_sources(shape, config.schedule, base2=True),
+    }
+
+
 def support(kernel: str, num_heads: int, latent_dim: int, rope_dim: int, dtype: str, page_size: int, device: int | None,
             tile: TileConfig | None = None) -> str:
     """Why `kernel` cannot run so; the empty string when it can. `tile`: of flash and paged, where it is not to be chosen."""
@@ -107,7 +123,10 @@ def support(kernel: str, num_heads: int, latent_dim: int, rope_dim: int, dtype: 
         return f"num_heads={num_heads:,}: the kernels take at most {MAX_HEADS:,} heads"
     if kernel not in AVAILABLE:
         return f"kernel={kernel!r} is not part of this version; {', '.join(AVAILABLE)} would run"
-    reason = unsupported_mma_shape(latent_dim, rope_dim, dtype) if kernel == "mma" else unsupported_shape(latent_dim, rope_dim)
+    if kernel in UNSUPPORTED:
+        reason = UNSUPPORTED[kernel](latent_dim, rope_dim, dtype)
+    else:
+        reason = unsupported_shape(latent_dim, rope_dim)
     if not reason and device is not None:
         try:
             check_device(kernel, tile or choose_tile(num_heads), Shape(latent_dim, rope_dim, dtype), driver.device_info(device))
@@ -126,6 +145,13 @@ def check_device(kernel: str, tile: TileConfig, shape: Shape, info: driver.Devic
             least = min(t.shared_bytes(shape) for t in mma_config.MMA_TILES)
             raise UnsupportedError(f"kernel='mma' needs {least:,} B of shared memory at least, {info.name} has {info.shared_bytes:,} B; "
                                    "kernel='paged' would run")
+    elif kernel == "wgmma":
+        if info.arch != WGMMA_ARCH:
+            raise UnsupportedError(f"kernel='wgmma' needs {WGMMA_ARCH} (Hopper), {info.name} is {info.arch}; kernel='mma' would run")
+        if wgmma_tile(shape, info) is None:
+            least = min(t.shared_bytes(shape) for t in wgmma_config.WGMMA_TILES)
+            raise UnsupportedError(f"kernel='wgmma' needs {least:,} B of shared memory for {shape.latent_dim}/{shape.rope_dim}, {info.name} has "
+                                   f"{info.shared_bytes:,} B; kernel='mma' would run")
     elif kernel != "naive":
         tile.check_device(shape, info.shared_bytes, info.name)
 
@@ -135,6 +161,11 @@ def mma_tile(shape: Shape, rows: int, info: driver.DeviceInfo | None) -> MmaTile
     if info is None:
         return choose_mma_tile(shape, rows, SMALLEST_SHARED_BYTES, hands_over=False)
     return choose_mma_tile(shape, rows, info.shared_bytes, info.arch.endswith("a"))
+
+
+def wgmma_tile(shape: Shape, info: driver.DeviceInfo | None) -> WgmmaTile | None:
+    """The tile of wgmma; None when none fits. The simulator (None) has the shared memory of a Hopper GPU."""
+    return choose_wgmma_tile(shape, HOPPER_SHARED_BYTES if info is None else info.shared_bytes)
 
 
 def rows_of_a_request(spec: PlanSpec) -> int:
@@ -171,14 +202,18 @@ class ReferenceExecutor:
 
 
 class KernelExecutor:
-    """naive, flash, paged or mma, with what goes before and after it, for one plan."""
+    """naive, flash, paged, mma or wgmma, with what goes before and after it, for one plan."""
 
-    def __init__(self, spec: PlanSpec, tile: TileConfig | MmaTile | None = None):
+    def __init__(self, spec: PlanSpec, tile: TileConfig | MmaTile | WgmmaTile | None = None):
         self._spec = spec
         shape, info = Shape(spec.latent_dim, spec.rope_dim, spec.dtype), None if spec.device is None else driver.device_info(spec.device)
         if spec.kernel == "mma":
             self.tile = tile or mma_tile(shape, rows_of_a_request(spec), info)
             self._sources = mma_sources(shape, self.tile, spec.deterministic, info is None or info.capability >= SUSPENDING_CAPABILITY)
+            self.tile_rows, self._row_heads, most = self.tile.rows, spec.num_heads, 1
+        elif spec.kernel == "wgmma":
+            self.tile = tile or wgmma_tile(shape, info)
+            self._sources = wgmma_sources(shape, self.tile, spec.deterministic)
             self.tile_rows, self._row_heads, most = self.tile.rows, spec.num_heads, 1
         else:
             self.tile = tile or choose_tile(spec.num_heads)
@@ -282,7 +317,7 @@ class KernelExecutor:
         return _placed(enqueue, tensors.arrays, spec.device)
 
 
-def make_executor(spec: PlanSpec, tile: TileConfig | MmaTile | None = None) -> Executor:
+def make_executor(spec: PlanSpec, tile: TileConfig | MmaTile | WgmmaTile | None = None) -> Executor:
     """The executor of a checked spec. `tile`: instead of the one that the shape chooses."""
     return ReferenceExecutor(spec) if spec.kernel == "reference" else KernelExecutor(spec, tile)
 
@@ -300,6 +335,8 @@ def warm(device: int, kernel: str, num_heads: int, latent_dim: int, rope_dim: in
     if kernel == "mma":  # how many draft tokens there will be is not known: every tile that may be chosen for some number of them
         tiles = dict.fromkeys(mma_tile(shape, 64 if deterministic else num_heads * drafts, info) for drafts in (1, 2, 4, 64))
         families = [mma_sources(shape, tile, deterministic, info.capability >= SUSPENDING_CAPABILITY) for tile in tiles]
+    elif kernel == "wgmma":
+        families = [wgmma_sources(shape, wgmma_tile(shape, info), deterministic)]
     for sources in families:
         for name in launched_kernels(kernel):
             yield sources[name].variant, functools.partial(_launcher, sources[name], device)

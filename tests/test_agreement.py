@@ -11,7 +11,7 @@ from numba_verify.kernels.work import HEADER_FEW, HEADER_MANY
 
 pytestmark = pytest.mark.kernel
 
-#: Steps of `mma` in the simulator, 32 rows x 32 keys, that end in reasonable time.
+#: Steps of a kernel on tensor cores in the simulator, 32 rows x 32 keys, that end in reasonable time.
 MOST_STEPS = 60
 
 
@@ -24,13 +24,13 @@ def runs_here(implementation, kernel, case):
     if machine.HAS_GPU or case.size == "small":
         return True
     steps = sum(-(-len(tree) * case.heads // 32) * (-(-(prefix + len(tree)) // 32)) for tree, prefix in zip(case.trees, case.prefix, strict=True))
-    return case.size == "many_rows" and (implementation == "cuda_ref" or kernel == "mma" and steps <= MOST_STEPS)
+    return case.size == "many_rows" and (implementation == "cuda_ref" or kernel in machine.TENSOR and steps <= MOST_STEPS)
 
 
 #: Every kernel on every case whose rows it takes. deterministic=True is another code path only in kernels that cut tiles.
 PAIRS = [(case, kernel) for case in cases.ALL for kernel in machine.KERNELS
          if takes("numba_verify", kernel, case) and (kernel in machine.SPLITTING or not case.deterministic)]
-PAIRS += [(case, "mma") for case in mma_cases.ALL]
+PAIRS += [(case, kernel) for case in mma_cases.ALL for kernel in machine.TENSOR if takes("numba_verify", kernel, case)]
 
 
 @pytest.mark.parametrize("case, kernel", PAIRS, ids=str)
@@ -54,13 +54,14 @@ def test_agreement(case, kernel):
 
 
 @pytest.mark.skipif(machine.HAS_GPU, reason="a GPU of more SMs cuts elsewhere, and its tables are not in the host's memory")
+@pytest.mark.parametrize("kernel", machine.TENSOR)
 @pytest.mark.parametrize("case", [case for case in mma_cases.ALL if "cut" in case.name], ids=str)
-def test_cases_named_so_are_cut(case):
+def test_cases_named_so_are_cut(case, kernel):
     """Where the schedule cuts is its own affair, and may change: then these cases would test nothing of what they are here for."""
     problem = build(case)
     plan = numba_verify.plan(problem.qo_indptr, problem.kv_indptr, problem.kv_indices, tree=problem.tree, num_heads=case.heads,
                              latent_dim=case.latent_dim, rope_dim=case.rope_dim, dtype=case.dtype, page_size=case.page_size,
-                             kv_lens=problem.kv_lens, draft_in_cache=case.draft_in_cache, kernel="mma", deterministic=case.deterministic)
+                             kv_lens=problem.kv_lens, draft_in_cache=case.draft_in_cache, kernel=kernel, deterministic=case.deterministic)
     merges = plan._executor._place["merges"].view(np.int64)
     assert merges[HEADER_FEW] + merges[HEADER_MANY] > 0
 

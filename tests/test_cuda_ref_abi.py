@@ -18,7 +18,8 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 # Error of a row relative to its norm: twice what contract.md, promise 7, calls the error of a dense computation (fp32: 4 of them).
 TOLERANCE = {"bfloat16": 2 * 2.3e-3, "float16": 2 * 2.9e-4, "float32": 4 * 5e-7}
 KERNELS = ("naive", "flash", "paged")
-MMA_ROWS = ((512, 64), (512, 0), (256, 64), (128, 64))
+TENSOR = ("mma", "wgmma")  # on tensor cores
+TENSOR_ROWS = ((512, 64), (512, 0), (256, 64), (128, 64))
 H16_K16, H8_K32 = 2, 3  # nvr_tile_config
 
 
@@ -200,10 +201,10 @@ def make_workspace(library, config):
 
 
 def suited(case, kernel):
-    """The case in rows that the kernel takes: mma's are 16 bits, and of few widths."""
-    if kernel != "mma":
+    """The case in rows that the kernel takes: those of tensor cores are 16 bits, and of few widths."""
+    if kernel not in TENSOR:
         return case
-    latent, rope = (case.latent, case.rope) if (case.latent, case.rope) in MMA_ROWS else (128, 64)
+    latent, rope = (case.latent, case.rope) if (case.latent, case.rope) in TENSOR_ROWS else (128, 64)
     return dataclasses.replace(case, latent=latent, rope=rope, dtype="bfloat16" if case.dtype == "float32" else case.dtype, tile=0)
 
 
@@ -251,7 +252,7 @@ CASES = {
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kernel", (*KERNELS, "mma"))
+@pytest.mark.parametrize("kernel", (*KERNELS, *TENSOR))
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(library, name, kernel):
     problem = Problem(suited(CASES[name], kernel))
@@ -259,7 +260,7 @@ def test_agrees_with_float64(library, name, kernel):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kernel", (*KERNELS, "mma"))
+@pytest.mark.parametrize("kernel", (*KERNELS, *TENSOR))
 def test_hidden_nan_stays_out_and_seen_nan_shows(library, kernel):
     """A NaN draft row makes exactly the rows that see it NaN."""
     problem = Problem(suited(Case(drafts=(6, 2), prefix=(40, 3)), kernel))
@@ -275,7 +276,7 @@ def test_hidden_nan_stays_out_and_seen_nan_shows(library, kernel):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kernel", (*KERNELS, "mma"))
+@pytest.mark.parametrize("kernel", (*KERNELS, *TENSOR))
 def test_deterministic_bits_depend_on_the_request_alone(library, kernel):
     """The second request, alone: other neighbours, slots, index widths, mask form, draft rows aside."""
     case = suited(Case(drafts=(2, 3, 1), prefix=(900, 2600, 3), deterministic=True, latent=64, rope=0, heads=9), kernel)
@@ -293,7 +294,7 @@ def test_deterministic_bits_depend_on_the_request_alone(library, kernel):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kernel", ["paged", "mma"])
+@pytest.mark.parametrize("kernel", ["paged", *TENSOR])
 def test_plans_in_several_threads_do_not_meet(library, kernel):
     """ctypes lets go of the GIL, so four threads really run at once; each has its bits."""
     cases = [suited(Case(seed=seed, drafts=(1, 2, seed), prefix=(300, 90, 10 * seed)), kernel) for seed in range(4)]
@@ -305,7 +306,7 @@ def test_plans_in_several_threads_do_not_meet(library, kernel):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kernel", (*KERNELS, "mma"))
+@pytest.mark.parametrize("kernel", (*KERNELS, *TENSOR))
 def test_strided_arrays(library, kernel):
     """Gaps between rows, heads, tokens and pages, all NaN."""
     problem = Problem(suited(Case(page_size=4, heads=2, aside=True), kernel))
@@ -327,7 +328,7 @@ def test_strided_arrays(library, kernel):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("dtype, kernel", [(d, k) for d in DTYPES for k in (*KERNELS, "mma") if (d, k) != ("float32", "mma")])
+@pytest.mark.parametrize("dtype, kernel", [(d, k) for d in DTYPES for k in (*KERNELS, *TENSOR) if k not in TENSOR or d != "float32"])
 def test_rounds_to_nearest_even(library, dtype, kernel):
     """q = 0 and two keys of any finite bit patterns: the mean of the two, rounded as NumPy rounds; subnormals and overflow included."""
     problem = Problem(Case(drafts=(1,) * 16, prefix=(1,) * 16, heads=1, latent=512, rope=0, dtype=dtype, tree="causal"))
@@ -347,7 +348,7 @@ def test_rounds_to_nearest_even(library, dtype, kernel):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kernel", ["paged", "mma"])
+@pytest.mark.parametrize("kernel", ["paged", *TENSOR])
 def test_cyclic_parents_and_wild_lengths_stay_inside(library, kernel):
     """Bad device data gives some result and no hang. That nothing outside is touched is the smoke program's to show, under sanitizers."""
     problem = Problem(suited(Case(), kernel))
@@ -420,12 +421,16 @@ REFUSALS = [
     ("update", edit(config__dtype=3), Status.DTYPE, "unknown dtype 3"),
     ("update", edit(indices__qo_indptr__width=2), Status.DTYPE, "qo_indptr has width 2"),
     ("update", edit(config__kernel=3), Status.DTYPE, "dtype float32: mma takes bfloat16 and float16; paged would run"),
-    ("update", edit(config__kernel=4), Status.OPTION, "unknown kernel 4"),
+    ("update", edit(config__kernel=4), Status.DTYPE, "dtype float32: wgmma takes bfloat16 and float16; paged would run"),
+    ("update", edit(config__kernel=5), Status.OPTION, "unknown kernel 5"),
     ("update", edit(config__kernel=-1), Status.OPTION, "unknown kernel -1"),
     ("paged", edit(config__kernel=3, config__dtype=0), Status.OPTION, "a plan with kernel = 3 cannot run kernel 2"),
-    ("mma", edit(config__kernel=2), Status.OPTION, "a plan with kernel = 2 cannot run kernel 3"),
+    ("mma", edit(config__kernel=2), Status.OPTION, "a plan with kernel = 2 cannot run kernel 3: mma and wgmma cut work into tiles of their own"),
+    ("wgmma", edit(config__kernel=3, config__dtype=0), Status.OPTION, "a plan with kernel = 3 cannot run kernel 4"),
     ("update", edit(config__tile_config=4), Status.OPTION, "unknown tile configuration 4"),
     ("update", edit(config__kernel=3, config__dtype=0, config__tile_config=8), Status.OPTION, "unknown tile configuration 8"),
+    ("update", edit(config__kernel=4, config__dtype=0, config__tile_config=-1), Status.OPTION, "unknown tile configuration -1"),
+    ("update", edit(config__kernel=4, config__dtype=0, config__tile_config=99), Status.OPTION, "unknown tile configuration 99"),
     ("update", edit(indices__tree__kind=5), Status.OPTION, "unknown tree kind 5"),
     ("paged", edit(config__draft_in_cache=1), Status.OPTION, "draft_kv is given"),
     ("update", edit(config__max_batch=3), Status.CAPACITY, "batch is 4, the plan's max_batch is 3"),
@@ -437,6 +442,8 @@ REFUSALS = [
     ("update", edit(config__rope_dim=160), Status.UNSUPPORTED_DIMS, "rope_dim is 160"),
     ("update", edit(config__kernel=3, config__dtype=1, config__latent_dim=256, config__rope_dim=0), Status.UNSUPPORTED_DIMS,
      "latent_dim is 256 and rope_dim 0; mma is compiled for 512/64, 512/0, 256/64 and 128/64, paged would run"),
+    ("update", edit(config__kernel=4, config__dtype=1, config__latent_dim=256, config__rope_dim=128), Status.UNSUPPORTED_DIMS,
+     "latent_dim is 256 and rope_dim 128; wgmma is compiled for 512/64, 512/0, 256/64 and 128/64, paged would run"),
 ]
 
 
@@ -459,7 +466,7 @@ def test_shared_memory_limit_has_numbers(library):
     assert library.nvr_can_run(config, binding.KERNELS["naive"]) == Status.OK
     assert library.nvr_can_run(config, binding.KERNELS["flash"]) == Status.SHARED_MEMORY
     assert "needs 103608 B of shared memory, this device has 101376 B" in library.nvr_last_error().decode()
-    assert library.nvr_can_run(config, 4) == Status.OPTION
+    assert library.nvr_can_run(config, 5) == Status.OPTION
 
 
 def test_sizes_need_an_address(library):
@@ -481,7 +488,7 @@ def test_another_abi_is_refused(monkeypatch):
     path = build.build_host()
     monkeypatch.setattr(binding, "ABI_VERSION", 999)
     monkeypatch.setattr(binding, "_loaded", {})
-    with pytest.raises(RuntimeError, match="has ABI version 2, this binding needs 999"):
+    with pytest.raises(RuntimeError, match="has ABI version 3, this binding needs 999"):
         binding.load(path)
 
 

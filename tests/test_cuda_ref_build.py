@@ -68,12 +68,12 @@ def test_structs_match_the_header(tmp_path):
 @pytest.mark.kernel
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_smoke_program_is_clean_under_the_sanitizers(seed):
-    """With room for every tile of mma, and the threads in two orders."""
+    """With room for every tile of mma and wgmma, and the threads in two orders."""
     place = {"CUDA_REF_HOST_SHARED": str(SHARED["90a"]), "CUDA_REF_HOST_SEED": seed}
     done = run(build.build_smoke(), env={**os.environ, **place, "ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    assert done.stdout.count("error") == 9 + 14, "three problems, three kernels; two of them, seven tiles of mma"
+    assert done.stdout.count("error") == 9 + 2 * (7 + 1), "three problems, three kernels; two of them, seven tiles of mma and one of wgmma"
 
 
 # Kernels that must fail, each with what the report says. Parameters: int pointer.
@@ -235,18 +235,32 @@ ptxas info    : Used 96 registers, used 1 barriers, 8 bytes cumulative stack siz
 """
 
 
-# A kernel of mma whose tile no sm_120 has room for, and one that it has.
+# A kernel of mma whose tile no sm_120 has room for, one that it has, and one of wgmma, which it does not have.
 PTXAS_MMA = """\
 ptxas info    : Compiling entry function '_ZN3nvr10mma_kernelINS_4Bf16ENS_7MmaTileILi64ELi32ELi8ELi2EEENS_4DimsILi512ELi64EEEEEvNS_12VerifyParamsE' for 'sm_120'
 ptxas info    : Used 4 registers, used 0 barriers
 ptxas info    : Compiling entry function '_ZN3nvr10mma_kernelINS_4Bf16ENS_7MmaTileILi16ELi16ELi4ELi1EEENS_4DimsILi512ELi64EEEEEvNS_12VerifyParamsE' for 'sm_120'
 ptxas info    : Used 128 registers, used 16 barriers
+ptxas info    : Compiling entry function '_ZN3nvr12wgmma_kernelINS_4Bf16ENS_9WgmmaTileILi48ELi3ELi6ELi168ELi160ELi24ELi0EEENS_4DimsILi512ELi64EEEEEvNS_12VerifyParamsE' for 'sm_120'
+ptxas info    : Used 4 registers, used 0 barriers
 """  # noqa: E501
 
 
 def test_kernels_that_only_trap_are_left_out():
     (row,) = resources.parse(PTXAS_MMA)
     assert row["kernel"].startswith("mma<Bf16, MmaTile<16, 16, 4, 1>, Dims<512, 64>") and row["registers"] == 128
+
+
+@needs_nvcc
+def test_wgmma_that_the_compiler_makes_wait_is_refused(tiny_library, tmp_path):
+    """Here because its accumulators are read before the wait."""
+    tiny_library.write_text(
+        f'#include "{SOURCES}/wgmma_ptx.cuh"\n__global__ void early(float* out) {{\n    float acc[4] = {{}};\n'
+        "    nvr::ptx::wgmma_fence();\n    nvr::ptx::wgmma_ss<false, nvr::Bf16>(acc, 1, 2, true);\n    out[threadIdx.x] = acc[0];\n"
+        "    nvr::ptx::wgmma_commit();\n    nvr::ptx::wgmma_wait<0>(acc);\n}\n")
+    with pytest.raises(BuildError, match=r"the compiler put waits between wgmma: .*C75\d\d"):
+        build.build("90a")
+    assert not list(build.cache_dir().glob("*.tmp"))
 
 
 def test_resource_text_is_understood():
@@ -262,16 +276,16 @@ def test_every_kernel_fits_every_architecture():
     """No spill, no stack, shared memory within the smallest device; no GPU is needed."""
     rows = build.resource_report(build.DEFAULT_ARCHITECTURES)
     tuned = [row for row in rows if "Dims<512, 64>" in row["kernel"]]
-    # Per architecture and dtype: naive, and flash and paged in three tiles. mma: two dtypes, and the tiles that a GPU has room for.
-    assert len(tuned) == 3 * 3 * (1 + 2 * 3) + 2 * (7 + 4 + 2)
+    # Per architecture and dtype: naive, and flash and paged in three tiles. mma: two dtypes, and the tiles that a GPU has room for. wgmma: Hopper.
+    assert len(tuned) == 3 * 3 * (1 + 2 * 3) + 2 * (7 + 4 + 2) + 2
     assert {row["arch"] for row in rows} == set(build.DEFAULT_ARCHITECTURES)
     bad = [row for row in rows if row["spill_stores"] or row["spill_loads"] or row["stack"]]
     assert not bad, resources.table(bad)
     # 32 keys and rows of 512 + 128 are refused on the smallest devices, with numbers; everything else has to fit, mma on its architecture's.
-    limits = [SHARED[row["arch"]] if row["kernel"].startswith("mma") else SMALLEST_SHARED for row in rows]
+    limits = [SHARED[row["arch"]] if row["kernel"].startswith(("mma", "wgmma")) else SMALLEST_SHARED for row in rows]
     large = [row for row, limit in zip(rows, limits, strict=True) if row["static_shared"] + row["dynamic_shared"] > limit]
     assert all("Tile<8, 32>, Dims<0, 0>" in row["kernel"] for row in large), resources.table(large)
-    assert all(row["dynamic_shared"] for row in rows if row["kernel"].startswith(("mma", "paged", "flash")))
+    assert all(row["dynamic_shared"] for row in rows if row["kernel"].startswith(("mma", "wgmma", "paged", "flash")))
     path = build.build(build.DEFAULT_ARCHITECTURES).parent / "resources.json"
     assert len(json.loads(path.read_text())) == len(rows)
 

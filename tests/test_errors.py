@@ -276,13 +276,13 @@ def test_unsupported(name, changes, text):
     assert re.search(text.replace(f"^{name}: ", "^"), answer.reason)
 
 
-#: Rows that mma does not take, and why; dtype first, then latent_dim, then rope_dim.
-NOT_MMA = [
-    (512, 64, "float32", r"dtype float32: kernel='mma' takes bfloat16 and float16"),
-    (32, 32, "bfloat16", r"latent_dim=32: kernel='mma' takes 128, 256 and 512"),
-    (384, 64, "float16", r"latent_dim=384: kernel='mma' takes 128, 256 and 512"),
-    (512, 32, "bfloat16", r"rope_dim=32: kernel='mma' takes 0, 64 and 128"),
-    (128, 96, "float16", r"rope_dim=96: kernel='mma' takes 0, 64 and 128"),
+#: Rows that the kernels on tensor cores do not take, and why; dtype first, then latent_dim, then rope_dim.
+NOT_TENSOR = [
+    (512, 64, "float32", r"dtype float32: kernel='{}' takes bfloat16 and float16"),
+    (32, 32, "bfloat16", r"latent_dim=32: kernel='{}' takes 128, 256 and 512"),
+    (384, 64, "float16", r"latent_dim=384: kernel='{}' takes 128, 256 and 512"),
+    (512, 32, "bfloat16", r"rope_dim=32: kernel='{}' takes 0, 64 and 128"),
+    (128, 96, "float16", r"rope_dim=96: kernel='{}' takes 0, 64 and 128"),
 ]
 
 
@@ -298,24 +298,28 @@ def large_gpu(monkeypatch):
 
 @runs_kernel
 @both
-@pytest.mark.parametrize("latent, rope, dtype, text", NOT_MMA)
-def test_rows_that_mma_does_not_take(name, latent, rope, dtype, text, large_gpu):
+@pytest.mark.parametrize("kernel", machine.TENSOR)
+@pytest.mark.parametrize("latent, rope, dtype, text", NOT_TENSOR)
+def test_rows_that_tensor_cores_do_not_take(name, latent, rope, dtype, text, kernel, large_gpu):
     """`plan` refuses them and says what would run, and "auto" takes that."""
+    text = text.format(kernel)
     text, module, small = f"^{name}: {text}; kernel='paged' would run$", machine.IMPLEMENTATIONS[name], Small(dtype=dtype, latent=latent, rope=rope)
     with pytest.raises(nv.UnsupportedError, match=text):
-        module.plan(**small.plan_arguments(kernel="mma"))
+        module.plan(**small.plan_arguments(kernel=kernel))
     rows = {"num_heads": HEADS, "latent_dim": latent, "rope_dim": rope, "dtype": dtype, "device": 0}
-    assert module.can_run(**rows).kernel == "paged" and not module.can_run(**rows, kernel="mma")
+    assert module.can_run(**rows).kernel == "paged" and not module.can_run(**rows, kernel=kernel)
     good_run(module.plan(**small.plan_arguments(kernel="paged")), small)
 
 
 @both
-def test_rows_that_mma_takes(name, large_gpu):
-    """And which "auto" gives it: as the test suite thinks, so that no case is left out in silence."""
+def test_rows_that_tensor_cores_take(name, large_gpu):
+    """And which "auto" gives them: as the test suite thinks, so that no case is left out in silence."""
     for latent, rope, dtype in itertools.product((32, 96, 128, 256, 384, 512), (0, 32, 64, 96, 128), ("bfloat16", "float16", "float32")):
         rows = {"num_heads": HEADS, "latent_dim": latent, "rope_dim": rope, "dtype": dtype, "device": 0}
-        taken, answer = machine.takes(name, "mma", latent, rope, dtype), machine.IMPLEMENTATIONS[name].can_run(**rows, kernel="mma")
-        assert bool(answer) is taken, (rows, answer)
+        for kernel in machine.TENSOR:
+            taken, answer = machine.takes(name, kernel, latent, rope, dtype), machine.IMPLEMENTATIONS[name].can_run(**rows, kernel=kernel)
+            assert bool(answer) is taken, (rows, answer)
+        taken = machine.takes(name, "mma", latent, rope, dtype)
         assert machine.IMPLEMENTATIONS[name].can_run(**rows).kernel == ("mma" if taken else "paged"), rows
 
 

@@ -35,7 +35,7 @@ from numba_verify.gpu import driver
 
 pytestmark = pytest.mark.kernel
 both = pytest.mark.parametrize("name", list(machine.IMPLEMENTATIONS))
-KERNELS = {"naive": {}, "paged": {"deterministic": True}, "mma": {"deterministic": True}}
+KERNELS = {"naive": {}, "paged": {"deterministic": True}, "mma": {"deterministic": True}, "wgmma": {"deterministic": True}}
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 #: Arrays of the host are simulated even on a GPU machine, but the C library may have no host build there.
 host_implementations = pytest.mark.parametrize("name", ["numba_verify"] if machine.HAS_GPU else list(machine.IMPLEMENTATIONS))

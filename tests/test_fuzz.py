@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import machine, oracle
 from support.problems import Case, build
 
-MMA = [("numba_verify", "mma"), ("cuda_ref", "mma")]
+MMA = [(name, kernel) for kernel in machine.TENSOR for name in machine.IMPLEMENTATIONS if kernel == "mma" or machine.HAS_WGMMA]
 OTHERS = [("numba_verify", "naive"), ("numba_verify", "paged"), ("cuda_ref", "naive"), ("cuda_ref", "flash"), ("cuda_ref", "paged")]
 #: (latent_dim, rope_dim), simplest first, so that Hypothesis shrinks towards small rows. On a GPU each costs a compile of its own.
 DIMS = [(32, 0), (64, 32), (128, 64), (256, 32)]
@@ -66,6 +66,6 @@ def test_fuzz(case):
 @pytest.mark.kernel
 @given(cases(MMA_DIMS, ["bfloat16", "float16"], 12, [1, 3, 8, 9, 20]))
 def test_fuzz_mma(case):
-    """Tiles of 16 and of 32 rows, with the borders of tokens anywhere in them."""
+    """Tiles of 16, 32 and 64 rows, with the borders of tokens anywhere in them."""
     note(f'repro: PYTHONPATH=.:tests python -c "from test_fuzz import *; run_case({case!r}, MMA)"')
     run_case(case, MMA)

@@ -21,15 +21,17 @@ from support.mutants import (
     signal_mutants,
     simulated,
 )
+from support.wgmma_mutants import WGMMA_MUTANTS, WGMMA_SIGNAL_MODULES
 
 from numba_verify.gpu.simulator import SimulatorError
 
 pytestmark = pytest.mark.kernel
 
 BARRIERS, SIGNALS = barrier_mutants(), signal_mutants()
+NUMBERS = MUTANTS + MMA_MUTANTS + WGMMA_MUTANTS
 #: Cases of the race checker have their control in test_races.py.
 CONTROLS = {f"{mutant.case}-{'_'.join(map(str, mutant.case.prefix))}-{mutant.kernel}-{mutant.tile or ''}": mutant
-            for mutant in MUTANTS + MMA_MUTANTS + SIGNALS[:1]}
+            for mutant in [*NUMBERS, SIGNALS[0], SIGNALS[-1]]}
 
 
 @pytest.mark.parametrize("mutant", CONTROLS.values(), ids=CONTROLS)
@@ -39,7 +41,7 @@ def test_the_kernels_as_they_are_pass(mutant, monkeypatch):
         run_and_check(mutant.case, mutant.kernel)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS + MMA_MUTANTS + BARRIERS + SIGNALS, ids=str)
+@pytest.mark.parametrize("mutant", NUMBERS + BARRIERS + SIGNALS, ids=str)
 def test_mutant_is_caught(mutant, monkeypatch, tmp_path):
     with mutated_kernels(mutant, tmp_path) as modules, simulated(monkeypatch, modules, mutant.tile, check_races=mutant.races) as launched:
         with pytest.raises((AssertionError, SimulatorError), match=mutant.caught):
@@ -58,7 +60,7 @@ def test_a_stale_mutation_says_so():
 def test_a_copy_without_a_defect_passes(monkeypatch, tmp_path):
     """The machinery itself breaks nothing: what a mutant does is due to its edit."""
     for kernel in machine.KERNELS:
-        nothing = Mutant("nothing", kernel, (), MMA if kernel == "mma" else SMALL, "")
+        nothing = Mutant("nothing", kernel, (), MMA if kernel in machine.TENSOR else SMALL, "")
         folder = tmp_path / kernel
         folder.mkdir()
         with mutated_kernels(nothing, folder) as modules, simulated(monkeypatch, modules) as launched:
@@ -69,7 +71,7 @@ def test_a_copy_without_a_defect_passes(monkeypatch, tmp_path):
 
 def test_every_barrier_is_tried():
     found = sum(mutants.source_of(path.stem).count("bar_sync()\n") for path in mutants.KERNELS_FOLDER.glob("*.py"))
-    assert {mutant.edits[0][0] for mutant in SIGNALS} == set(SIGNAL_MODULES)
+    assert {mutant.edits[0][0] for mutant in SIGNALS} == {*SIGNAL_MODULES, *WGMMA_SIGNAL_MODULES}
     assert len(BARRIERS) == found, "a module with barriers is missing in support.mutant_list.BARRIERS"
     sources = "".join(mutants.source_of(module) for module in MODULES_WITH_BARRIERS)
     for comment in SPECIAL_BARRIERS:

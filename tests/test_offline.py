@@ -7,6 +7,8 @@ are widened before the loop and narrowed after it. So every tile is compiled in 
 most registers, also the deterministic kernels, the other dtypes, and the layouts without rope and with one column a thread (128/64 is the
 latter with another constant). NUMBA_VERIFY_ALL_VARIANTS=1 compiles the whole product instead.
 
+`wgmma` is for sm_90a alone; there its tile also deterministic, in float16, without rope and with 128 rope values.
+
 `mma` takes 5 s a variant. Every tile is compiled for the architectures with a GPU that can run it (shared memory; 64 rows need setmaxnreg);
 the tile of 64 rows, which leaves no register free, also deterministic, in float16 and without rope (narrower rows need fewer).
 """
@@ -18,12 +20,13 @@ import re
 import pytest
 
 from asv_bench.benchmarks import common
-from numba_verify.backend import kernel_sources, mma_sources
+from numba_verify.backend import WGMMA_ARCH, kernel_sources, mma_sources, wgmma_sources
 from numba_verify.errors import UnsupportedError
 from numba_verify.gpu import driver, sass
 from numba_verify.gpu.compile import OFFLINE_ARCHITECTURES, compile_kernel
 from numba_verify.kernels.config import SMALLEST_SHARED_BYTES, TILE_CONFIGS, Shape, TileConfig, choose_tile, unsupported_shape
 from numba_verify.kernels.mma_config import MMA_TILES, MmaConfig, MmaTile, Registers, choose_mma_tile, layout
+from numba_verify.kernels.wgmma_config import WGMMA_TILES
 
 DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ((512, 64), (512, 0), (256, 64), (128, 64))
@@ -64,8 +67,17 @@ def mma_variants():
     return [(mma_sources(shape, tile, fixed, arch != "sm_80")["mma"], arch) for shape, tile, fixed, arch in grid]
 
 
+def wgmma_variants():
+    """(KernelSource, architecture) of the variants of wgmma, see the module docstring."""
+    grid = [(TUNED, tile, False) for tile in WGMMA_TILES]
+    full = WGMMA_TILES[0]
+    grid += [(TUNED, full, True), (Shape(512, 64, "float16"), full, False), (Shape(512, 0, "bfloat16"), full, False),
+             (Shape(512, 128, "bfloat16"), full, False)]
+    return [(wgmma_sources(*one)["wgmma"], WGMMA_ARCH) for one in grid]
+
+
 VARIANTS = shipped_variants()
-MMA_VARIANTS = mma_variants()
+TENSOR_VARIANTS = mma_variants() + wgmma_variants()
 CASES = [pytest.param(variant, arch, id=f"{variant}-{arch}") for variant in VARIANTS for arch in OFFLINE_ARCHITECTURES]
 
 
@@ -83,9 +95,9 @@ def test_resources(variant, arch):
         check_instructions(variant, got_opcodes(variant, arch))
 
 
-@pytest.mark.parametrize("source, arch", MMA_VARIANTS, ids=lambda value: getattr(value, "variant", value))
-def test_resources_of_mma(source, arch):
-    """The same of mma, one block of which fills an SM: its shared memory fits the architecture, and 512 threads share its registers."""
+@pytest.mark.parametrize("source, arch", TENSOR_VARIANTS, ids=lambda value: getattr(value, "variant", value))
+def test_resources_on_tensor_cores(source, arch):
+    """The same of mma and wgmma, one block of which fills an SM: its shared memory fits the architecture, and 512 threads share its registers."""
     got = compile_kernel(source, arch).resources
     assert (got.stack_bytes, got.spill_store_bytes, got.spill_load_bytes) == (0, 0, 0), f"{source.variant} {arch}: {got}"
     assert got.shared_bytes <= common.SHARED_BYTES[arch]
@@ -119,6 +131,13 @@ def check_instructions(variant, opcodes):
         # One site each for queries and keys (an unrolled loop has more), through the read-only path.
         wide = [name for name in opcodes if name.startswith("LDG.E.128")]
         assert len(wide) >= 2, f"{variant}: KV and q must be fetched 16 bytes at a time, got {sorted(set(opcodes) & set(wide))}"
+    if opcodes and variant.startswith("wgmma"):
+        products = sum(name.startswith("HGMMA") for name in opcodes)
+        assert products >= 24, f"{variant}: {products} products"
+        assert any(re.match(r"LDGSTS\.E\.\S*128", name) for name in opcodes), f"{variant}: no asynchronous copies of 16 bytes"
+        # Descriptors live in uniform registers: two moves there for each would be twice as many as products.
+        moved = sum(name == "R2UR" for name in opcodes)
+        assert moved < products, f"{variant}: {moved} moves to uniform registers for {products} products"
     if opcodes and variant.startswith("mma"):
         for pattern, what in ((r"HMMA\.16816\.F32", "products on tensor cores"), (r"LDSM\.16\.M88\.4", "fragments of keys and weights"),
                               (r"LDSM\.16\.MT88\.4", "transposed fragments of values"), (r"LDGSTS\.E\.\S*128", "asynchronous copies of 16 bytes")):
@@ -288,8 +307,8 @@ def test_rows_that_mma_does_not_take_are_refused():
 
 
 def test_configurations_are_frozen():
-    configs = [source.config for source in VARIANTS.values()] + [source.config for source, _ in MMA_VARIANTS]
-    for config in (TUNED, LARGEST, *MMA_TILES, *configs):
+    configs = [source.config for source in VARIANTS.values()] + [source.config for source, _ in TENSOR_VARIANTS]
+    for config in (TUNED, LARGEST, *MMA_TILES, *WGMMA_TILES, *configs):
         with pytest.raises(AttributeError):
             config.tile = 1
         assert hash(config) is not None

@@ -17,13 +17,13 @@ KERNELS = [(name, kernel) for name in machine.IMPLEMENTATIONS for kernel in mach
 
 def rows_of(kernel):
     """latent_dim, dims, heads: small enough for the simulator, long enough that LONG is cut into pieces (of 1024 keys) and SHORT is not."""
-    latent, rope, heads = (512, 64, 20) if machine.HAS_GPU else (128, 64, 3) if kernel == "mma" else (32, 32, 1)
+    latent, rope, heads = (512, 64, 20) if machine.HAS_GPU else (128, 64, 3) if kernel in machine.TENSOR else (32, 32, 1)
     return latent, latent + rope, heads
 
 
 def finest(kernel):
     """The dtype that rounds least."""
-    return "float16" if kernel == "mma" else "float32"
+    return "float16" if kernel in machine.TENSOR else "float32"
 
 
 def requests(kernel, dtype="bfloat16"):

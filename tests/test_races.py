@@ -1,7 +1,7 @@
 """Kernels under the simulator's race checker, and in shuffled order of blocks and threads: clean, and the same bits.
 
 A GPU runs blocks and warps in any order, so a result that depends on the order is a race, whether or not the order at hand shows it. Each
-case makes all launches of a step run: schedule, expand, the kernel, and combine for `paged` and `mma`.
+case makes all launches of a step run: schedule, expand, the kernel, and combine for those that cut tiles.
 """
 
 from dataclasses import replace
@@ -11,9 +11,11 @@ import pytest
 from support.mma_cases import MMA, SIBLINGS
 from support.mutant_list import FIXED, NO_REQUESTS, PAGES, PARENTS, SMALL, SPLIT, TWO_APART
 from support.mutants import run_and_check, simulated
+from support.wgmma_mutants import DELAYED
 
 from numba_verify.backend import launched_kernels
 from numba_verify.kernels.mma_config import MMA_TILES
+from numba_verify.kernels.wgmma_config import WGMMA_TILES
 
 pytestmark = pytest.mark.kernel
 
@@ -73,14 +75,18 @@ SOME_TILES = [next(tile for tile in MMA_TILES if wanted(tile)) for wanted in (
 MMA_CASES = [(tile, ROUNDS) for tile in MMA_TILES] + [(tile, case) for tile in SOME_TILES for case in (POISONED, PIECES, CUT)]
 
 
-@pytest.mark.parametrize("tile, case", MMA_CASES, ids=str)
-def test_mma_has_no_races_in_any_order(tile, case, monkeypatch):
-    """Roles wait for each other by 15 named barriers and two mbarriers a block of the ring; whoever is first, the bits are the same."""
+#: `wgmma`: as it is, and where the value warpgroups wait for the scores of the step that follows.
+WGMMA_CASES = [(tile, case) for tile in (*WGMMA_TILES, DELAYED) for case in (ROUNDS, POISONED, PIECES, CUT)]
+
+
+@pytest.mark.parametrize("kernel, tile, case", [("mma", *some) for some in MMA_CASES] + [("wgmma", *some) for some in WGMMA_CASES], ids=str)
+def test_roles_have_no_races_in_any_order(kernel, tile, case, monkeypatch):
+    """Roles wait for each other by named barriers and mbarriers, and wgmma reads by another proxy; whoever is first, the bits are the same."""
     results = []
     for seed in (None, 1, 2):
         with simulated(monkeypatch, tile=tile, check_races=True, seed=seed) as launched:
-            results.append(run_and_check(case, "mma"))
-        assert tuple(launched) == launched_kernels("mma")
+            results.append(run_and_check(case, kernel))
+        assert tuple(launched) == launched_kernels(kernel)
     for out, lse in results[1:]:
         np.testing.assert_array_equal(out.view(np.uint16), results[0][0].view(np.uint16))
         np.testing.assert_array_equal(lse.view(np.uint32), results[0][1].view(np.uint32))

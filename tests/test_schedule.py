@@ -93,6 +93,9 @@ LINES = {
     "paged_fixed": Line(16, work.ScheduleConfig(16, 8, True), 4),
     "mma": Line(9, work.ScheduleConfig(32, 16, False, 256), 7),
     "mma_fixed": Line(9, work.ScheduleConfig(32, 16, True, 256), 7),
+    # Units of which no whole number is PIECE_KEYS.
+    "wgmma": Line(9, work.ScheduleConfig(48, 64, False, 256), 7),
+    "wgmma_fixed": Line(9, work.ScheduleConfig(48, 64, True, 256), 7),
     "h200": Line(16, work.ScheduleConfig(64, 64, False, 256), 132),
     "one_cta": Line(9, work.ScheduleConfig(64, 64, False, 256), 1),
     "more_ctas_than_threads": Line(9, work.ScheduleConfig(16, 16, False, 16), 300),
@@ -102,6 +105,7 @@ BATCHES = {
     "none": Batch((), ()),
     "no_rows": Batch((0, 0), (5, 0)),
     "one_long": Batch((1,), (5000,)),
+    "just_two_pieces": Batch((2,), (1008,)),
     "forty": Batch((9,) * 40, tuple(range(0, 400, 10))),
     "uneven": Batch((2, 0, 1), (3000, 100, 0)),
     "300_requests": Batch((1,) * 300, (7,) * 300),

@@ -1,5 +1,5 @@
-"""Each tile configuration, whatever the number of heads or of rows would choose: flash and paged of both implementations, mma of
-numba_verify. mma in CUDA C has such tests in test_cuda_ref_mma.py."""
+"""Each tile configuration, whatever the number of heads or of rows would choose: flash and paged of both implementations, mma and wgmma
+of numba_verify. Those in CUDA C have such tests in test_cuda_ref_mma.py and test_cuda_ref_wgmma.py."""
 
 import functools
 import importlib
@@ -13,7 +13,8 @@ from support.problems import build
 from numba_verify.api import make_api
 from numba_verify.gpu import driver
 from numba_verify.kernels.config import TILE_CONFIGS, Shape
-from numba_verify.kernels.mma_config import MMA_TILES
+from numba_verify.kernels.mma_config import MMA_TILES, Registers
+from numba_verify.kernels.wgmma_config import WGMMA_TILES, WgmmaTile
 from numba_verify.planner import Implementation
 
 pytestmark = pytest.mark.kernel
@@ -26,6 +27,11 @@ MMA_NAMES = ("rows_21", "rows_63", "full_row_heads", "no_rope_heads", "rounds", 
 ON_TILES = [(case, kernel, tile, name) for case in cases.CORRECTNESS if case.name in NAMES
             for kernel in ("flash", "paged") for tile in TILE_CONFIGS for name in machine.IMPLEMENTATIONS]
 ON_TILES += [(case, "mma", tile, "numba_verify") for case in mma_cases.ALL if case.name in MMA_NAMES for tile in MMA_TILES]
+#: The tile that plans take, and what else a tile can be: every number of keys, a ring of two, all of Q in registers or hardly any,
+#: value warpgroups that wait. These would not fit a GPU's registers, or run slower.
+WGMMA_SHAPES = (WgmmaTile(64, 3, 9, Registers(168, 160, 24)), WgmmaTile(48, 2, 1, Registers(168, 160, 24), delayed=1),
+                WgmmaTile(32, 5, 6, Registers(168, 160, 24), delayed=2))
+ON_TILES += [(case, "wgmma", tile, "numba_verify") for case in mma_cases.ALL if case.name in MMA_NAMES for tile in (*WGMMA_TILES, *WGMMA_SHAPES)]
 
 
 def with_tile(name, tile):
@@ -39,6 +45,8 @@ def with_tile(name, tile):
 
 @pytest.mark.parametrize("case, kernel, tile, name", ON_TILES, ids=str)
 def test_tile(case, kernel, tile, name, monkeypatch):
+    if machine.HAS_GPU and kernel == "wgmma" and not (machine.HAS_WGMMA and tile in WGMMA_TILES):
+        pytest.skip("this GPU has no wgmma" if tile in WGMMA_TILES else f"{tile} is for the simulator")
     if machine.HAS_GPU and kernel == "mma" and (limit := beyond_this_gpu(tile)):
         pytest.skip(limit)
     problem = build(case)

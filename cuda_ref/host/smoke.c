@@ -159,7 +159,8 @@ static int run_kernel(int kernel, const nvr_plan_config *config, const nvr_tenso
     const int status = kernel == NVR_KERNEL_NAIVE   ? nvr_verify_naive(config, tensors, workspace, bytes, NULL)
                        : kernel == NVR_KERNEL_FLASH ? nvr_verify_flash(config, tensors, workspace, bytes, NULL)
                        : kernel == NVR_KERNEL_PAGED ? nvr_verify_paged(config, tensors, workspace, bytes, NULL)
-                                                    : nvr_verify_mma(config, tensors, workspace, bytes, NULL);
+                       : kernel == NVR_KERNEL_MMA   ? nvr_verify_mma(config, tensors, workspace, bytes, NULL)
+                                                    : nvr_verify_wgmma(config, tensors, workspace, bytes, NULL);
     return check(status, "verify");
 }
 
@@ -186,8 +187,8 @@ static int compare_kernels(const struct problem *p, struct arrays *a, const nvr_
     return good;
 }
 
-/* mma with each tile that the device has room for, in bfloat16. compared: there is a right answer. */
-static int run_mma(const struct problem *p, struct arrays *a, nvr_plan_config config, const nvr_indices *indices, int compared) {
+/* mma or wgmma with each tile that the device has room for, in bfloat16. compared: there is a right answer. */
+static int run_tiles(const struct problem *p, struct arrays *a, nvr_plan_config config, const nvr_indices *indices, int kernel, int compared) {
     const size_t width = (size_t)(p->latent + p->rope), values = (size_t)a->total_q * p->heads * p->latent;
     uint16_t *q = to_bfloat16(a->q, (size_t)a->total_q * p->heads * width);
     uint16_t *pool = to_bfloat16(a->pool, (size_t)a->pool_pages * p->page_size * width);
@@ -200,11 +201,12 @@ static int run_mma(const struct problem *p, struct arrays *a, nvr_plan_config co
     tensors.draft_kv = p->aside ? draft : NULL;
     tensors.out = out;
     config.dtype = NVR_BFLOAT16;
-    config.kernel = NVR_KERNEL_MMA;
-    for (int tile = NVR_MMA_M64; tile <= NVR_MMA_M16_SMALL; ++tile) {
+    config.kernel = kernel;
+    for (int tile = 1;; ++tile) {
         uint64_t bytes = 0;
         config.tile_config = tile;
-        const int status = nvr_can_run(&config, NVR_KERNEL_MMA);
+        const int status = nvr_can_run(&config, kernel);
+        if (status == NVR_ERROR_OPTION) break; /* there are no more */
         if (status == NVR_ERROR_SHARED_MEMORY || status == NVR_ERROR_UNSUPPORTED_DIMS) continue;
         good &= check(status, "can_run") && check(nvr_workspace_bytes(&config, &bytes), "workspace_bytes");
         void *workspace = allocate(bytes);
@@ -212,9 +214,9 @@ static int run_mma(const struct problem *p, struct arrays *a, nvr_plan_config co
         memset(out, 0xff, values * sizeof(uint16_t));
         memset(a->lse, 0xff, sizeof(float) * (size_t)a->total_q * p->heads);
         good = good && check(nvr_plan_update(&config, indices, workspace, bytes, NULL), "update");
-        good = good && run_kernel(NVR_KERNEL_MMA, &config, &tensors, workspace, bytes);
+        good = good && run_kernel(kernel, &config, &tensors, workspace, bytes);
         from_bfloat16(out, values, a->out);
-        if (compared) good &= compare(p, a, NVR_KERNEL_MMA, tile, 1e-2); /* weights and outputs have 8 bits */
+        if (compared) good &= compare(p, a, kernel, tile, 1e-2); /* weights and outputs have 8 bits */
         free(workspace);
     }
     free(q);
@@ -239,7 +241,8 @@ static int survive_bad_data(const struct problem *p, struct arrays *a, const nvr
     for (int kernel = NVR_KERNEL_NAIVE; kernel <= NVR_KERNEL_PAGED; ++kernel) {
         good &= run_kernel(kernel, config, &tensors, workspace, bytes);
     }
-    return good & run_mma(p, a, *config, indices, 0);
+    for (int kernel = NVR_KERNEL_MMA; kernel <= NVR_KERNEL_WGMMA; ++kernel) good &= run_tiles(p, a, *config, indices, kernel, 0);
+    return good;
 }
 
 static int run_problem(const struct problem *p) {
@@ -256,7 +259,7 @@ static int run_problem(const struct problem *p) {
     memset(workspace, 0xff, bytes); /* stale contents must not matter */
     good = good && check(nvr_plan_update(&config, &indices, workspace, bytes, NULL), "update");
     good = good && compare_kernels(p, &a, &config, workspace, bytes);
-    good = good && run_mma(p, &a, config, &indices, 1);
+    for (int kernel = NVR_KERNEL_MMA; kernel <= NVR_KERNEL_WGMMA; ++kernel) good = good && run_tiles(p, &a, config, &indices, kernel, 1);
     good = good && survive_bad_data(p, &a, &config, &indices, workspace, bytes);
     free(workspace);
     free_arrays(&a);

@@ -428,6 +428,11 @@ def cp_async_mbarrier_arrive_noinc(address: u32) -> None:
     """
 
 
+@instruction("{ .reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [$1], $2; selp.u32 $0, 1, 0, done; }", memory=True, convergent=True)
+def mbarrier_test(address: u32, parity: u32) -> u32:
+    """"mbarrier.test_wait", .parity: 1 if the phase of that parity is complete (see `mbarrier_wait`), 0 if not. Does not wait."""
+
+
 def mbarrier_wait(suspend):
     """Called in the factory: `wait(address, parity)`, which returns when the phase of that parity is complete.
 

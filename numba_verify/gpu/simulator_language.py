@@ -426,6 +426,17 @@ def cp_async_mbarrier_arrive_noinc(address):
     found.arrive(block, _frame(1))
 
 
+def mbarrier_test(address, parity):
+    me = getcurrent()
+    block = me.block
+    found = barriers.find_mbarrier(block, address, "mbarrier_test")
+    if found.phase & 1 == parity:
+        return 0
+    if block.races is not None:
+        block.races.acquire_mbarrier(me, found, _frame(1))
+    return 1
+
+
 def mbarrier_wait(suspend):
     def mbarrier_wait(address, parity):
         me = getcurrent()

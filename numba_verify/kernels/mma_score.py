@@ -40,6 +40,7 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     load_queries, zero_poisoned = queries(lang, config, place), poison_remover(lang, config, place, blocks)
     masks, softmax = mask_of(lang, config), softmax_of(lang, config)
     look, poisoned, hide, to_log2, maxima, weigh = masks.look, masks.poisoned, masks.hide, softmax.to_log2, softmax.maxima, softmax.weigh
+    add_rounded = softmax.add_rounded
     new_scores, products = products_of(lang, config)
     score_sync, group_sync, turn_sync, turn_arrive = signal.score_sync, signal.group_sync, signal.turn_sync, signal.turn_arrive
     ready_arrive, free_sync, bar_warp_sync = signal.ready_arrive, signal.free_sync, lang.bar_warp_sync
@@ -199,7 +200,8 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                 if not last or ahead > uint32(1):
                     # The peaks are decided and written: the group of the next step may go on from them.
                     turn_arrive(row_warp, group)
-                weigh(weights, scores, factor, peak, total, rounded)
+                weigh(weights, scores, factor, peak, total)
+                add_rounded(rounded, weights)
                 # The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
                 free_sync(group)
                 hand_over_weights(weights, alpha, grew, group, w, g, lane)

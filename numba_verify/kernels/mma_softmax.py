@@ -13,14 +13,15 @@ class Softmax(NamedTuple):
     """Device functions of the online softmax over the step's scores of one lane: 2 rows of every 16, 2 keys of every 8.
 
     to_log2(scores, factor, ...) -> factor: what scores are still to be multiplied by; capped ones are ready.
-    maxima(step_peak, scores, factor): the rows' largest.  weigh(weights, scores, factor, peak, total, rounded): weights, two to a
-    word, and their sums: `total` as they are, of the lane's keys, for the lse; `rounded` as the value warps see them, of all keys of the step,
-    to divide by. A weight of 100 may be rounded by 0.2: divided by the exact sum, a row of one large weight would be off by as much.
+    maxima(step_peak, scores, factor): the rows' largest.  weigh(weights, scores, factor, peak, total): weights, two to a word, and their sums as
+    they are, of the lane's keys, for the lse.  add_rounded(rounded, weights): the sums as the value warps see them, of all keys of the step, to
+    divide by. A weight of 100 may be rounded by 0.2: divided by the exact sum, a row of one large weight would be off by as much.
     """
 
     to_log2: Callable
     maxima: Callable
     weigh: Callable
+    add_rounded: Callable
 
 
 def softmax_of(lang: Any, config: MmaConfig) -> Softmax:
@@ -65,7 +66,7 @@ def softmax_of(lang: Any, config: MmaConfig) -> Softmax:
                 step_peak[i] = row_maximum(scores, i, float32(-1)) * -factor
 
     @lang.device
-    def weigh(weights, scores, factor, peak, total, rounded):
+    def weigh(weights, scores, factor, peak, total):
         for i in range(rows_here):
             unroll()
             # A row that has seen nothing yet has peak -inf, and -inf - -inf would be NaN: measure from 0 instead.
@@ -78,6 +79,9 @@ def softmax_of(lang: Any, config: MmaConfig) -> Softmax:
                 low, high = exp2(fma(scores[j], factor, below)), exp2(fma(scores[j + 1], factor, below))
                 total[i] = total[i] + (low + high)
                 weights[j // 2] = pack(high, low)
+
+    @lang.device
+    def add_rounded(rounded, weights):
         # Summed by the tensor cores: weights times ones. Words of two neighbouring 16 x 8 tiles are just the fragment of a 16 x 16 one.
         for m in range(rows_here // 2):
             unroll()
@@ -87,4 +91,4 @@ def softmax_of(lang: Any, config: MmaConfig) -> Softmax:
                 x = mma(weights[j], weights[j + 1], weights[j + 2], weights[j + 3], ones, ones, float32(0), float32(0), float32(0), float32(0))
                 rounded[2 * m], rounded[2 * m + 1] = rounded[2 * m] + x[0], rounded[2 * m + 1] + x[2]
 
-    return Softmax(to_log2, maxima, weigh)
+    return Softmax(to_log2, maxima, weigh, add_rounded)

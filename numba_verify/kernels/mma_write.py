@@ -20,11 +20,12 @@ class Sums(Protocol):
 
 class _Rows(NamedTuple):
     """Device functions. statistics_of(row, first, count) -> (peak, sum of the weights by that peak) of a row after `count` steps, which groups
-    first, first + 1, ... took in turn.  finish(...): normalised rows to out.  save(...): to a partial slot.  lse_of(peak, total): natural
-    logarithm.
+    first, first + 1, ... took in turn.  inverse_of(row, first, count) -> 1 / sum of the rounded weights.  finish(...): normalised rows to out.
+    save(...): to a partial slot.  lse_of(peak, total): natural logarithm.
     """
 
     statistics_of: Callable
+    inverse_of: Callable
     finish: Callable
     save: Callable
     lse_of: Callable
@@ -60,7 +61,7 @@ def _rows(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_tiles: 
 
     @lang.device
     def inverse_of(row, first, count):
-        """1 / sum of the rounded weights of a row; 0 for one that saw nothing."""
+        """0 for a row that saw nothing."""
         _, total = sum_of(uint32(rounded_at), row, first, count)
         inverse = float32(0)
         if total != float32(0):
@@ -68,11 +69,11 @@ def _rows(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_tiles: 
         return inverse
 
     @lang.device
-    def finish(output, place, start, count, part, g, lane, out_address, first, valid, row_heads, q_begin, out_row, out_head):
+    def finish(output, inverses, part, g, lane, out_address, first, valid, row_heads, q_begin, out_row, out_head):
         """part: which `columns` of a row; g: the lane's first row in the tile; first: the tile's in the request, of which `valid` exist."""
         for i in range(2 * row_tiles):
             unroll()
-            inverse, flat = inverse_of(uint32(place + g + uint32(8 * i)), start, count), uint32(first + g + uint32(8 * i))
+            inverse, flat = inverses[i], uint32(first + g + uint32(8 * i))
             if flat < valid:
                 token = flat // row_heads
                 head = uint32(flat - token * row_heads)
@@ -84,10 +85,10 @@ def _rows(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_tiles: 
                     words[where + uint64(uint32(4 * n) + (lane & uint32(3)))] = pack(output[j + 1] * inverse, output[j] * inverse)
 
     @lang.device
-    def save(output, place, start, count, part, g, lane, partial_address, slot):
+    def save(output, inverses, part, g, lane, partial_address, slot):
         for i in range(2 * row_tiles):
             unroll()
-            inverse, row = inverse_of(uint32(place + g + uint32(8 * i)), start, count), slot * uint64(rows) + uint64(g + uint32(8 * i))
+            inverse, row = inverses[i], slot * uint64(rows) + uint64(g + uint32(8 * i))
             where = partial_address + (row * uint64(latent) + uint64(part * columns + uint32(2) * (lane & uint32(3)))) * uint64(4)
             for n in range(column_tiles):
                 unroll()
@@ -101,28 +102,48 @@ def _rows(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_tiles: 
             value = (peak + log2(total)) * ln2
         return value
 
-    return _Rows(statistics_of, finish, save, lse_of)
+    return _Rows(statistics_of, inverse_of, finish, save, lse_of)
 
 
-def piece_writer(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_tiles: int, columns: int) -> Callable:
-    """write(...): all of a piece. rows: of a tile; groups: of score warps, which take steps in turn; row_tiles, columns: what a value warp
-    holds, 16 rows each and their columns."""
-    uint32, uint64, int64, pointer, f32 = lang.uint32, lang.uint64, lang.int64, lang.pointer, lang.f32
+class PieceWriter(NamedTuple):
+    """Device functions for the end of a piece: read(inverses, ...) -> (peak, sum) of row t: all that is read from shared memory, which may then be
+    used anew; write(output, inverses, peak, total, ...). `inverses` is of new_inverses()."""
+
+    new_inverses: Callable
+    read: Callable
+    write: Callable
+
+
+def piece_writer(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_tiles: int, columns: int) -> PieceWriter:
+    """Build them in the vocabulary `lang`. rows: of a tile; groups: of score warps, which take steps in turn; row_tiles, columns: what a value
+    warp holds, 16 rows each and their columns."""
+    uint32, uint64, int64, pointer, f32, float32, unroll = lang.uint32, lang.uint64, lang.int64, lang.pointer, lang.f32, lang.float32, lang.unroll
     part_of = _rows(lang, shape, at, rows, groups, row_tiles, columns)
-    statistics_of, finish, save, lse_of, fields = part_of.statistics_of, part_of.finish, part_of.save, part_of.lse_of, REQUEST_FIELDS
+    statistics_of, inverse_of, finish, save, lse_of = part_of
+    fields = REQUEST_FIELDS
 
     @lang.device
-    def write(output, t, place, start, count, part, g, lane, requests, r, tile, whole, at_slot, row_heads, num_rows, flags, out_address, out_row,
+    def read(inverses, t, place, start, count, g):
+        """t: thread of the role; place: rows before this piece's sums; start, count: the first group's number, and steps; g: the lane's first
+        row of the tile."""
+        for i in range(2 * row_tiles):
+            unroll()
+            inverses[i] = inverse_of(uint32(place + g + uint32(8 * i)), start, count)
+        peak, total = float32(0), float32(0)
+        if t < uint32(rows):
+            peak, total = statistics_of(uint32(place + t), start, count)
+        return peak, total
+
+    @lang.device
+    def write(output, inverses, peak, total, t, part, g, lane, requests, r, tile, whole, at_slot, row_heads, num_rows, flags, out_address, out_row,
               out_head, lse_address, partial_address, statistics_address):
-        """t: thread of the role; place: rows before this piece's sums; start, count: the first group's number, and steps; part: which `columns`;
-        g: the lane's first row of the tile; whole: the piece is its tile, else a partial that goes to `at_slot`."""
+        """part: which `columns`; whole: the piece is its tile, else a partial that goes to `at_slot`."""
         table = int64(r) * fields
         q_begin, first, n = uint64(requests[table + Q_BEGIN]), uint32(tile * uint32(rows)), uint64(requests[table + Q_LEN])
         if q_begin + n > uint64(num_rows):
             n = uint64(num_rows) - q_begin if q_begin < uint64(num_rows) else uint64(0)
         valid = uint32(uint32(n) * row_heads)
         if t < uint32(rows):
-            peak, total = statistics_of(uint32(place + t), start, count)
             flat = uint32(first + t)
             if whole:
                 if (flags & FLAG_LSE) != 0 and flat < valid:
@@ -133,8 +154,8 @@ def piece_writer(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_
                 statistics[where] = peak
                 statistics[where + uint64(1)] = total
         if whole:
-            finish(output, place, start, count, part, g, lane, out_address, first, valid, row_heads, q_begin, out_row, out_head)
+            finish(output, inverses, part, g, lane, out_address, first, valid, row_heads, q_begin, out_row, out_head)
         else:
-            save(output, place, start, count, part, g, lane, partial_address, at_slot)
+            save(output, inverses, part, g, lane, partial_address, at_slot)
 
-    return write
+    return PieceWriter(lang.local_array(2 * row_tiles, f32), read, write)

@@ -67,12 +67,13 @@ class ScheduleConfig:
 def partial_slots(config: ScheduleConfig, num_ctas: int, max_batch: int, max_total_q: int, max_kv_tokens: int, row_heads: int) -> int:
     """Partials a plan may need. A CTA leaves at most two: the end of one tile and the beginning of another.
 
-    deterministic: at most MAX_PIECES a request; and a request of K keys has at most K / PIECE_KEYS rounded up, which is 2 K / PIECE_KEYS
-    where it is more than one, for each of at most MAX_PIECES / 2 tiles (with more it is not cut)."""
+    deterministic: at most MAX_PIECES a request; and a request of K keys has at most K / k rounded up, which is 2 K / k at most where it is more
+    than one, for each of at most MAX_PIECES / 2 tiles (with more it is not cut). k: PIECE_KEYS in whole units."""
     if not config.deterministic:
         return 2 * num_ctas
+    keys = PIECE_KEYS // config.kv_tile * config.kv_tile
     tiles = min(MAX_PIECES // 2, -(-min(max_total_q, MAX_DRAFT_TOKENS) * row_heads // config.tile_rows))
-    return min(min(max_batch, max_total_q) * MAX_PIECES, tiles * (2 * (max_kv_tokens + max_total_q) // PIECE_KEYS))
+    return min(min(max_batch, max_total_q) * MAX_PIECES, tiles * (2 * (max_kv_tokens + max_total_q) // keys))
 
 
 def merge_rows(max_partials: int) -> int:

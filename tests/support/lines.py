@@ -41,7 +41,7 @@ class Line(NamedTuple):
     def pieces(self, kv_len: int, tiles: int) -> tuple[int, int]:
         """(pieces of a tile by the deterministic rule, units of one)."""
         units = self.units(kv_len)
-        length = -(-units // max(1, min(-(-units * self.config.kv_tile // work.PIECE_KEYS), work.MAX_PIECES // tiles)))
+        length = -(-units // max(1, min(-(-units // (work.PIECE_KEYS // self.config.kv_tile)), work.MAX_PIECES // tiles)))
         return -(-units // length), length
 
 

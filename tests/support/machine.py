@@ -18,20 +18,26 @@ from numba_verify.gpu.device_array import DeviceArray, to_device, upload
 from .poison import Guarded
 from .problems import Problem
 
-KERNELS = ("naive", "flash", "paged", "mma")
+KERNELS = ("naive", "flash", "paged", "mma", "wgmma")
 #: Kernels that cut tiles: there deterministic=True is another code path. The others keep its promise without being asked.
-SPLITTING = ("paged", "mma")
+SPLITTING = ("paged", "mma", "wgmma")
+#: Kernels on tensor cores, which take 16-bit rows of whole 128-byte segments.
+TENSOR = ("mma", "wgmma")
 IMPLEMENTATIONS = {"numba_verify": numba_verify, "cuda_ref": cuda_ref}
-#: (latent_dim, rope_dim) of mma in cuda_ref, which is compiled ahead.
+#: (latent_dim, rope_dim) of these in cuda_ref, which is compiled ahead.
 TWIN_LAYOUTS = ((512, 64), (512, 0), (256, 64), (128, 64))
 HAS_GPU = driver.device_count() > 0
+#: Where there is a GPU it has to be a Hopper one.
+HAS_WGMMA = not HAS_GPU or driver.device_info(0).arch == "sm_90a"
 PLACE = f"{driver.device_info(0).name}" if HAS_GPU else "simulator (numba_verify) and host build (cuda_ref)"
 
 
 def takes(name: str, kernel: str, latent_dim: int, rope_dim: int, dtype: str) -> bool:
-    """Whether `kernel` of implementation `name` runs such rows; test_errors holds both to it. mma: 16-bit rows of whole 128-byte segments."""
-    if kernel != "mma":
+    """Whether `kernel` of implementation `name` runs such rows here; test_errors holds both to it."""
+    if kernel not in TENSOR:
         return True
+    if kernel == "wgmma" and not HAS_WGMMA:
+        return False
     layout = latent_dim in (128, 256, 512) and rope_dim in (0, 64, 128) if name != "cuda_ref" else (latent_dim, rope_dim) in TWIN_LAYOUTS
     return layout and dtype != "float32"
 

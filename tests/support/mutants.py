@@ -24,16 +24,25 @@ import numba_verify.kernels
 from numba_verify import backend, memory, planner
 from numba_verify.gpu import simulator
 from numba_verify.kernels.mma_config import MmaTile
+from numba_verify.kernels.wgmma_config import WgmmaTile
 
 from . import machine, oracle
 from .mma_mutants import MMA_BARRIERS, MMA_SPECIAL_CASES, PAIRS, SIGNAL, SIGNAL_CAUGHT, SIGNAL_MODULES, SIGNALS_CASE
 from .mutant_list import BARRIERS, FAR, RACE, SPECIAL_CASES, Mutant
 from .problems import Case, Problem, build
+from .wgmma_mutants import (
+    DELAYED,
+    WGMMA_BARRIERS,
+    WGMMA_SIGNAL,
+    WGMMA_SIGNAL_CAUGHT,
+    WGMMA_SIGNAL_MODULES,
+    WGMMA_SPECIAL_CASES,
+)
 
 KERNELS_FOLDER = Path(numba_verify.kernels.__file__).parent
 #: Modules of kernels/ that backend.py holds by name.
-HELD_BY_BACKEND = ("combine", "expand", "flash", "mma", "naive", "paged", "scans", "schedule", "work")
-MODULES_WITH_BARRIERS, SPECIAL_BARRIERS = BARRIERS | MMA_BARRIERS, SPECIAL_CASES | MMA_SPECIAL_CASES
+HELD_BY_BACKEND = ("combine", "expand", "flash", "mma", "naive", "paged", "scans", "schedule", "wgmma", "work")
+MODULES_WITH_BARRIERS, SPECIAL_BARRIERS = BARRIERS | MMA_BARRIERS | WGMMA_BARRIERS, SPECIAL_CASES | MMA_SPECIAL_CASES | WGMMA_SPECIAL_CASES
 
 
 def source_of(module: str) -> str:
@@ -60,16 +69,18 @@ def barrier_mutants() -> list[Mutant]:
 
 
 def signal_mutants() -> list[Mutant]:
-    """Each statement of `mma` that waits for others, or lets them go on, left out once."""
+    """Each statement of `mma` and `wgmma` that waits for others, lets them go on, or orders memory, left out once."""
     mutants = []
-    for module in SIGNAL_MODULES:
-        lines = source_of(module).splitlines(keepends=True)
-        for i, line in enumerate(lines):
-            found = re.fullmatch(SIGNAL, line.strip())
-            if found:
-                before, after = "".join(lines[i - 2 : i]), "".join(lines[i + 1 : i + 3])
-                edit = (module, before + line + after, before + line.replace(line.strip(), "pass") + after)
-                mutants.append(Mutant(f"no_{found.group(1)}_{module}_line_{i + 1}", "mma", (edit,), SIGNALS_CASE, SIGNAL_CAUGHT, True, PAIRS))
+    for kernel, modules, signal, caught, tile in (("mma", SIGNAL_MODULES, SIGNAL, SIGNAL_CAUGHT, PAIRS),
+                                                  ("wgmma", WGMMA_SIGNAL_MODULES, WGMMA_SIGNAL, WGMMA_SIGNAL_CAUGHT, DELAYED)):
+        for module in modules:
+            lines = source_of(module).splitlines(keepends=True)
+            for i, line in enumerate(lines):
+                found = re.fullmatch(signal, line.strip())
+                if found:
+                    before, after = "".join(lines[i - 2 : i]), "".join(lines[i + 1 : i + 3])
+                    edit = (module, before + line + after, before + line.replace(line.strip(), "pass") + after)
+                    mutants.append(Mutant(f"no_{found.group(1)}_{module}_line_{i + 1}", kernel, (edit,), SIGNALS_CASE, caught, True, tile))
     return mutants
 
 
@@ -113,10 +124,10 @@ class PoisonedWorkspace(memory.Workspace):
 
 
 @contextmanager
-def simulated(monkeypatch: Any, modules: dict[str, types.ModuleType] | None = None, tile: MmaTile | None = None,
+def simulated(monkeypatch: Any, modules: dict[str, types.ModuleType] | None = None, tile: MmaTile | WgmmaTile | None = None,
               **launch_options: Any) -> Iterator[list[str]]:
     """Calls run in the simulator, also on a machine with a GPU, with `launch_options` (check_races, seed), with `modules` in place of the
-    kernels, and `mma` with `tile`, whatever the plan would choose. Yields the names of the kernels launched so far."""
+    kernels, and `mma` or `wgmma` with `tile`, whatever the plan would choose. Yields the names of the kernels launched so far."""
     launched: list[str] = []
     real = simulator.launch
 
@@ -132,7 +143,7 @@ def simulated(monkeypatch: Any, modules: dict[str, types.ModuleType] | None = No
         for name, module in (modules or {}).items():
             patch.setattr(backend, name, module)
         if tile is not None:
-            patch.setattr(backend, "mma_tile", lambda *_: tile)
+            patch.setattr(backend, "wgmma_tile" if isinstance(tile, WgmmaTile) else "mma_tile", lambda *_: tile)
         try:
             yield launched
         finally:

@@ -152,6 +152,35 @@ def build_registers(lang, config):
     return kernel
 
 
+def build_tests(lang, config):
+    """Every thread looks at both phases of an mbarrier that is fresh, and again when all have arrived."""
+    uint32, u32, tid, pointer, shared_address = lang.uint32, lang.u32, lang.tid_x, lang.pointer, lang.shared_address
+    init, arrive, test, bar, block = lang.mbarrier_init, lang.mbarrier_arrive, lang.mbarrier_test, lang.bar_sync, lang.uint32(BLOCK)
+
+    def kernel(y):
+        at = shared_address(uint32(0))
+        if tid() == uint32(0):
+            init(at, block)
+        bar()  # the barrier is there
+        seen = uint32(test(at, uint32(0)) | test(at, uint32(1)) << uint32(1))
+        bar()  # all have looked
+        arrive(at)
+        bar()  # all have arrived
+        pointer(y, u32)[tid()] = uint32(seen | test(at, uint32(0)) << uint32(2) | test(at, uint32(1)) << uint32(3))
+
+    return kernel
+
+
+def tests_case():
+    """A fresh barrier counts as one after a phase of parity 1; then phase 0 is complete."""
+
+    def check(given, made):
+        np.testing.assert_array_equal(made[0], np.full(BLOCK, 0b0110, np.uint32))
+
+    return Case("mbarrier_test", build_tests, r"mbarrier\.test_wait\.parity\.shared\.b64 done, \[%r\d+\], %r\d+; selp", lambda rng: [],
+                lambda: [np.zeros(BLOCK, np.uint32)], check, shared_bytes=8)
+
+
 def build_prefetch(lang, config):
     uint64, pointer, f32, tid, prefetch = lang.uint64, lang.pointer, lang.f32, lang.tid_x, lang.prefetch_global_l2
 
@@ -194,6 +223,7 @@ SIGNALS = [
               needs="sm_90"),
     sums_case("mbarrier_wait", build_mbarriers(False), TEST_WAIT),
     SUSPENDED,
+    tests_case(),
     sums_case("cp_async_mbarrier_arrive_noinc", build_copies, r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64 \[%r\d+\];", width=4),
     copied_case("set_max_registers", build_registers, r"setmaxnreg\.dec\.sync\.aligned\.u32 40;", needs="sm_90a"),
     copied_case("prefetch_global_l2", build_prefetch, r"prefetch\.global\.L2 \[%rd\d+\];"),

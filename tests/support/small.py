@@ -113,7 +113,7 @@ class Small:
 
 def small_for(kernel: str, **given: Any) -> Small:
     """A problem whose rows `kernel` takes, planned with it."""
-    rows = {"latent": 128, "rope": 64, "dtype": "bfloat16"} if kernel == "mma" else {}
+    rows = {"latent": 128, "rope": 64, "dtype": "bfloat16"} if kernel in machine.TENSOR else {}
     return Small(**(rows | given | {"options": {"kernel": kernel} | given.get("options", {})}))
 
 

@@ -1,0 +1,107 @@
+// Value warpgroups of wgmma: O += P V in registers.
+//
+//     warpgroup v   all 64 rows of the tile, columns v * latent / 2 ...
+//     warp w of it  rows 16 w ...; lane l: rows g = l / 4 and g + 8 of them, of every 8 columns 2 (l % 4) and the next
+//
+// V is the latent part of the very rows that the scores were made of, read along the other dimension (MN-major).
+#pragma once
+
+#include "mma_write.cuh"
+#include "wgmma_work.cuh"
+
+namespace nvr {
+namespace wgmma {
+
+// What a value warpgroup works on, and how a lane's share of it is laid out.
+template <class C>
+struct ValueShape : C {
+    static constexpr int COLUMNS = C::latent / VALUE_GROUPS;
+    static constexpr int ROW_TILES = 1, COLUMN_TILES = COLUMNS / 8, LANE_ROWS = 2;
+    // Columns of one product: 256 take more registers than ptxas allows a kernel that starts with 128 a thread, whatever they are raised to later.
+    static constexpr int WIDTH = COLUMNS < 128 ? COLUMNS : 128;
+    static constexpr int PRODUCTS = COLUMNS / WIDTH, FRAGMENT = WIDTH / 2;
+    static_assert(COLUMNS % WIDTH == 0 && WIDTH % SEGMENT_DIMS == 0, "whole segments");
+};
+
+// output += P V for the keys of a step. weights_at, values_at: where the step's weights are, and the values of the warpgroup's first column.
+template <class V>
+__device__ __forceinline__ void add_step(uint32_t weights_at, uint32_t values_at, Output<V>& output) {
+    // Weights: core matrices of 8 rows x 8 keys, 128 bytes each, one after the other along the keys.
+    const Operand<128, V::KEYS / 8 * 128, 0> weights(weights_at);
+    // Values: MN-major, 64 columns are a segment of the slot, 8 keys are 1024 bytes.
+    const Operand<V::SEGMENT_PITCH, PATTERN_BYTES, 128> values(values_at);
+    // The output was cleared or rescaled.
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < V::KEYS / 16; ++k) {
+#pragma unroll
+        for (int n = 0; n < V::PRODUCTS; ++n) {
+            const uint64_t columns = values.at(k * 2 * PATTERN_BYTES + n * (V::WIDTH / SEGMENT_DIMS) * V::SEGMENT_PITCH);
+            ptx::wgmma_ss<true, typename V::Element>(output[n], weights.at(k * 2 * 128), columns, true);
+        }
+    }
+    ptx::wgmma_commit();
+#pragma unroll
+    for (int n = 0; n < V::PRODUCTS; ++n) ptx::wgmma_wait<0>(output[n]);
+}
+
+template <class V>
+__device__ __forceinline__ void release(uint32_t base, uint32_t place, uint32_t lane) {
+    // All lanes have read what they want of the slot's factors and sums, and its weights and values are multiplied: it may be filled again.
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barrier_at<V::EMPTY>(base, place));
+}
+
+// One value thread from start to end. t: thread of the role.
+template <class C>
+__device__ __forceinline__ void value(const VerifyParams& params, uint32_t base, uint32_t t) {
+    using V = ValueShape<C>;
+    const Plan& plan = params.plan;
+    // number: of the next slot. parities: bit k is that of the phase of slot k's barrier `ready` that comes next. Q passes through slots without one.
+    uint32_t number = 0, piece = 0, parities = 0;
+    Walk walk = begin_walk(plan);
+    while (walk.left != 0) {
+        find_tile<V>(plan, &walk);
+        const uint32_t end = number + V::Q_SLOTS + piece_length<V>(plan, walk);
+        // Picked up after the last step. And so is the partial slot, should one be needed.
+        if (t % WARP == 0) *mark_of<V>(SCORE_WARPS + t / WARP) = {walk, number, slot_of_walk<V>(plan, walk)};
+        number += V::Q_SLOTS;
+        Output<V> output = {};
+#pragma unroll 1
+        while (number != end) {
+            // Worked out in every step: what lives through them takes registers from the output.
+            const uint32_t here = opaque(t), lane = here % WARP, part = here / WARPGROUP, w = here / WARP % SCORE_WARPS;
+            const uint32_t place = place_of<V::SLOTS>(number);
+            // The weights of this step, and with them the keys they belong to, are there; to a product that is the other proxy.
+            ptx::mbarrier_wait(barrier_at<V::READY>(base, place), parities >> place & 1);
+            ptx::fence_proxy_async();
+            parities ^= 1u << place;
+            if (part >= VALUE_GROUPS - V::DELAYED && number + 1 != end) {
+                // The next step of the piece is scored. (Of another piece it might wait for the slot that is held here.) Its barrier was in the phase
+                // before when its slot was ready last, which this warp has seen.
+                const uint32_t following = place_of<V::SLOTS>(number + 1);
+                ptx::mbarrier_wait(barrier_at<V::SCORED>(base, following), parities >> following & 1);
+            }
+            if (shared_array<uint32_t>(V::FLAGS)[place * SCORE_WARPS + w] != 0) rescale<V>(output, place * V::ROWS + w * 16 + lane / 4);
+            add_step<V>(base + V::WEIGHTS + place * V::WEIGHTS_PITCH,
+                        base + V::RING + place * V::BLOCK_BYTES + part * (V::COLUMNS / SEGMENT_DIMS) * V::SEGMENT_PITCH, output);
+            ++number;
+            if (number != end) release<V>(base, place, lane);
+        }
+        // The mark, written by one lane, is there for all.
+        __syncwarp();
+        const uint32_t here = opaque(t), lane = here % WARP;
+        const Mark mark = *mark_of<V>(SCORE_WARPS + here / WARP);
+        walk = mark.walk;
+        const PieceAtHand at_hand = {0, end - mark.number - V::Q_SLOTS, piece % SUM_PLACES * V::ROWS, walk.tile * V::ROWS};
+        const uint32_t row = here / WARP % SCORE_WARPS * 16 + lane / 4, column = here / WARPGROUP * V::COLUMNS + 2 * (lane % 4);
+        write_piece<V>(params, mark, at_hand, here, row, column, output);
+        // Only now, with the sums read: see Layout. It holds for the mark too.
+        release<V>(base, place_of<V::SLOTS>(end - 1), lane);
+        go_on<V>(plan, at_hand.count, &walk);
+        ++piece;
+    }
+}
+
+}  // namespace wgmma
+}  // namespace nvr

@@ -1,0 +1,56 @@
+// What the three roles of wgmma share: barriers, marks and operands in shared memory. The walk, the ring and the swizzle are mma's.
+#pragma once
+
+#include "mma_work.cuh"
+#include "wgmma_config.cuh"
+
+namespace nvr {
+namespace wgmma {
+
+// The mbarrier of a slot; FIRST: FULL, EMPTY, READY or SCORED.
+template <uint32_t FIRST>
+__device__ __forceinline__ uint32_t barrier_at(uint32_t base, uint32_t place) {
+    return base + FIRST + 8 * place;
+}
+
+// The score warps.
+__device__ __forceinline__ void score_sync() { ptx::named_barrier<1, WARPGROUP>::sync(); }
+
+// A warp's own mark: one lane puts it down, and all pick it up after the last step of a piece. w: score warps first, then value warps.
+template <class C>
+__device__ __forceinline__ Mark* mark_of(uint32_t w) {
+    return reinterpret_cast<Mark*>(shared_array<unsigned char>(C::MARKS + w * MARK_BYTES));
+}
+
+// A copy whose origin the compiler cannot see: what is computed from it is computed here, and not kept from before.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+#ifdef __CUDACC__
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
+// What is the same in all lanes, from lane 0, so that ptxas knows it and may keep it in a uniform register.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ALL_LANES, x, 0); }
+
+// An operand of wgmma in shared memory, laid out as wgmma_descriptor says. Addresses are in the low half of its descriptor, the high half is a
+// constant. Uniform, so that the descriptors of a product are made by one addition each: otherwise by six instructions and two moves from
+// ordinary registers.
+template <int LEADING, int STRIDE, int SWIZZLE>
+class Operand {
+  public:
+    __device__ __forceinline__ explicit Operand(uint32_t address)
+        : low_(uniform(static_cast<uint32_t>(ptx::wgmma_descriptor<LEADING, STRIDE, SWIZZLE>(address)))) {}
+
+    // The descriptor of what lies `bytes`, a multiple of 16, further.
+    __device__ __forceinline__ uint64_t at(uint32_t bytes) const {
+        constexpr uint64_t HIGH = ptx::wgmma_descriptor<LEADING, STRIDE, SWIZZLE>(0) >> 32 << 32;
+        return HIGH | (low_ + (bytes >> 4));
+    }
+
+  private:
+    uint32_t low_;
+};
+
+}  // namespace wgmma
+}  // namespace nvr
