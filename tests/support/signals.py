@@ -143,16 +143,6 @@ def build_registers(lang, config):
     return kernel
 
 
-def build_prefetch(lang, config):
-    uint64, pointer, f32, tid, prefetch = lang.uint64, lang.pointer, lang.f32, lang.tid_x, lang.prefetch_global_l2
-
-    def kernel(x, y):
-        prefetch(x + uint64(tid()) * uint64(4))
-        pointer(y, f32)[tid()] = pointer(x, f32)[tid()]
-
-    return kernel
-
-
 def build_pairs(lang, config):
     uint32, uint64, pointer, f32, tid, put = lang.uint32, lang.uint64, lang.pointer, lang.f32, lang.tid_x, lang.st_global_v2_f32
 
@@ -185,6 +175,5 @@ SIGNALS = [
     SUSPENDED,
     sums_case("cp_async_mbarrier_arrive_noinc", build_copies, r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64 \[%r\d+\];", width=4),
     copied_case("set_max_registers", build_registers, r"setmaxnreg\.dec\.sync\.aligned\.u32 40;", needs="sm_90a"),
-    copied_case("prefetch_global_l2", build_prefetch, r"prefetch\.global\.L2 \[%rd\d+\];"),
     copied_case("st_global_v2_f32", build_pairs, r"st\.global\.v2\.[bf]32", floats=2),
 ]
