@@ -7,7 +7,7 @@ are widened before the loop and narrowed after it. So every tile is compiled in 
 most registers, also the deterministic kernels, the other dtypes, and the layouts without rope and with one column a thread (128/64 is the
 latter with another constant). NUMBA_VERIFY_ALL_VARIANTS=1 compiles the whole product instead.
 
-`mma` takes 5 s a variant. Every tile is compiled for the architectures with a GPU that can run it (shared memory; 64 rows need setmaxnreg);
+`mma` takes 3 s a variant. Every tile is compiled for the architectures with a GPU that can run it (shared memory; 64 rows need setmaxnreg);
 the tile of 64 rows, which leaves no register free, also deterministic, in float16 and without rope (narrower rows need fewer).
 """
 
