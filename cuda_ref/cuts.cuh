@@ -91,10 +91,7 @@ __device__ inline int64_t first_fitting(const Plan& plan, int64_t batch, int64_t
         const Request& request = plan.workspace.requests[r];
         need += static_cast<int64_t>(tiles_of(plan, request)) * pieces_of(blocks_of(plan, request), payload + warp * step);
     }
-    for (int distance = 1; distance < WARP; distance *= 2) {
-        const int64_t other = shuffle_up(need, distance);
-        if (lane >= distance) need += other;
-    }
+    need = warp_scan(need, lane);
     if (lane == WARP - 1) needed[warp] = need;
     __syncthreads();  // hazard: every thread looks at what the last lane of each warp wrote
     for (int w = 0; w < SCHEDULE_WARPS; ++w) {

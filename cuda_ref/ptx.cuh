@@ -103,9 +103,6 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t address)
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address) : "memory");
 }
 
-// "prefetch": the line of the address comes to L2.
-__device__ __forceinline__ void prefetch_global_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
 // --- tensor cores: "Warp Level Matrix Instructions" ----------------------------------------------------------------------------------
 
 // "ldmatrix": four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 (16 aligned bytes) of matrix l / 8. result[m]

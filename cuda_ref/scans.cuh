@@ -26,16 +26,23 @@ __device__ inline Line shuffle_up(const Line& x, int distance) {
     return {shuffle_up(x.mask_bytes, distance), shuffle_up(x.units, distance), shuffle_up(x.slots, distance), shuffle_up(x.longest, distance)};
 }
 
-// Returns *carry joined with the values of the threads before this one; *carry, the same in every thread, takes those of the whole block in.
-// One barrier is inside; the caller puts another between two calls with the same of_warps [SCHEDULE_WARPS].
+// Joins the values of the lanes of the warp up to this one, its own included.
 template <class Value>
-__device__ Value block_scan(const Value& own, Value* carry, Value* of_warps) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+__device__ Value warp_scan(const Value& own, int lane) {
     Value inclusive = own;
     for (int distance = 1; distance < WARP; distance *= 2) {
         const Value other = shuffle_up(inclusive, distance);
         if (lane >= distance) inclusive = join(inclusive, other);
     }
+    return inclusive;
+}
+
+// Returns *carry joined with the values of the threads before this one; *carry, the same in every thread, takes those of the whole block in.
+// One barrier is inside; the caller puts another between two calls with the same of_warps [SCHEDULE_WARPS].
+template <class Value>
+__device__ Value block_scan(const Value& own, Value* carry, Value* of_warps) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const Value inclusive = warp_scan(own, lane);
     if (lane == WARP - 1) of_warps[warp] = inclusive;
     const Value others = shuffle_up(inclusive, 1);
     __syncthreads();  // hazard: every thread reads of_warps that the last lane of each warp wrote

@@ -27,9 +27,8 @@ from numba_verify.kernels.mma_config import MMA_TILES
 ARCH = "sm_90a"
 PACKAGE = Path(numba_verify.__file__).parent
 #: Contract: 3 s cold, 0.2 s from disk. CI machines differ by about 2 and share memory with other workers, hence the factor; waiting for a
-#: core is not counted at all (processor time of this process). `mma` does not keep the 3 s: 4.5 to 5.1 s where this was written. 3.3 s of them
-#: are numba's, about 1 ms for each of 2,300 expressions and 6 ms for each of 66 device functions; the rest is the linker's.
-COLD_SECONDS, MMA_COLD_SECONDS, WARM_SECONDS, BUSY = 3.0, 5.0, 0.2, 3
+#: core is not counted at all (processor time of this process). The longest is the 64-row tile of `mma`, half of it the linker's.
+COLD_SECONDS, WARM_SECONDS, BUSY = 3.0, 0.2, 3
 
 
 def build_store(lang, config):
@@ -309,7 +308,7 @@ def test_time_to_first_call(source, folder, monkeypatch, record_property):
     record_property("cold_seconds", cold_clock)
     record_property("warm_seconds", warm_clock)
     assert not cold.cached and warm.cached and warm.code == cold.code
-    assert cold_seconds <= BUSY * (MMA_COLD_SECONDS if source.name == "mma" else COLD_SECONDS)
+    assert cold_seconds <= BUSY * COLD_SECONDS
     assert warm_seconds <= BUSY * WARM_SECONDS
 
 

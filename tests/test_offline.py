@@ -9,7 +9,7 @@ latter with another constant). NUMBA_VERIFY_ALL_VARIANTS=1 compiles the whole pr
 
 `wgmma` is for sm_90a alone; there its tile also deterministic, in float16, without rope and with 128 rope values.
 
-`mma` takes 5 s a variant. Every tile is compiled for the architectures with a GPU that can run it (shared memory; 64 rows need setmaxnreg);
+`mma` takes 3 s a variant. Every tile is compiled for the architectures with a GPU that can run it (shared memory; 64 rows need setmaxnreg);
 the tile of 64 rows, which leaves no register free, also deterministic, in float16 and without rope (narrower rows need fewer).
 """
 

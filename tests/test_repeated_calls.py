@@ -18,9 +18,10 @@ from support.small import Outputs, good_run, small_for
 
 import cuda_ref.backend
 import numba_verify
-from numba_verify import DraftTree, planner
+from numba_verify import DraftTree, arrays, planner
 from numba_verify.gpu import driver, launch
 from numba_verify.gpu.compile import KernelSource
+from numba_verify.gpu.device_array import DeviceArray
 
 HEADS, LATENT, ROPE = 4, 128, 64
 DIMS = LATENT + ROPE
@@ -260,6 +261,24 @@ def test_the_current_stream_is_asked_at_every_call(gpu):
     gpu.torch.cuda = type("cuda", (), {"current_stream": staticmethod(lambda ordinal: type("Stream", (), {"cuda_stream": 11}))})
     step.run(plan)
     assert [call.stream for call in gpu.take()] == [11] * 2
+
+
+def test_own_arrays_say_where_they_are(gpu, monkeypatch):
+    """The driver is asked about none of them, in checked calls and recognised ones; on another GPU than the plan they are refused."""
+    asked, ordinal = [], 0
+
+    def own(address, shape, dtype):
+        return DeviceArray(SimpleNamespace(address=address, ordinal=ordinal), shape, arrays.NUMPY_DTYPE[dtype])
+
+    monkeypatch.setattr(driver, "ordinal_of_pointer", lambda address: asked.append(address) or 0)
+    step = Step(gpu, own)
+    plan = step.plan()
+    for _ in range(2):
+        step.update(plan)
+        step.run(plan)
+    ordinal = 1
+    assert "expected on cuda:0 like the index arrays of the plan, got cuda:1" in refusal(lambda: step.run(plan))[1]
+    assert not asked
 
 
 @both_kinds

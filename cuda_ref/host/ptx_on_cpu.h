@@ -81,9 +81,6 @@ void cp_async_wait_group() {
 }
 inline void cp_async_mbarrier_arrive_noinc(uint32_t address) { host::mbarrier_arrive_after_copies(address); }
 
-// A byte is read, so that AddressSanitizer checks the address; a GPU forgives a wrong one.
-inline void prefetch_global_l2(const void* address) { (void)*static_cast<const volatile unsigned char*>(address); }
-
 inline void ldmatrix_x4(uint32_t (&result)[4], uint32_t address) { host::ldmatrix(result, address, false); }
 inline void ldmatrix_x4_trans(uint32_t (&result)[4], uint32_t address) { host::ldmatrix(result, address, true); }
 inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { host::mma_bf16(c, a, b0, b1); }

@@ -8,7 +8,6 @@ tens of microseconds.
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import json
 import os
@@ -16,15 +15,14 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from ..errors import UnsupportedError
+from . import frontend
 
 #: Architectures the offline tests compile for: Ampere, Hopper with wgmma, and the workstation Blackwell this project is for.
 OFFLINE_ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
@@ -185,38 +183,6 @@ def _capability(arch: str) -> tuple:
     return (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
 
 
-@contextmanager
-def _pretended_device(capability: tuple) -> Iterator[None]:
-    """Answer numba-cuda's question for the current GPU, which it asks for every device function, even where there is none.
-
-    Its use is one flag of the type inference; the code is made for the `cc` that `cuda.compile` is given. The name is put back at once, and
-    numba's own lock keeps the compilers of other threads out meanwhile. Inlining the functions as source instead would need no answer, but
-    doubles compile time.
-    """
-    from numba.cuda import dispatcher
-    from numba.cuda.core.compiler_lock import global_compiler_lock
-
-    with global_compiler_lock:
-        ask = dispatcher.get_current_device
-        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability[:2])
-        try:
-            yield
-        finally:
-            dispatcher.get_current_device = ask
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """numba makes millions of objects, nearly all of which live until it is done: looking for cycles among them is a tenth of its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def lower(source: KernelSource, arch: str, output: str) -> bytes | str:
     """The kernel as "ltoir" or "ptx" for `arch`."""
     from numba import cuda
@@ -228,9 +194,9 @@ def lower(source: KernelSource, arch: str, output: str) -> bytes | str:
     kernel = source.build(ptx, source.config)
     signature = types.void(*(tags[name] for name in source.signature))
     capability = _capability(arch)
-    with _pretended_device(capability), _no_garbage_collection():
-        code, _ = cuda.compile(kernel, signature, device=False, abi="numba", output=output, cc=capability,
-                               launch_bounds=(source.threads, source.min_blocks), opt=True, debug=False, lineinfo=False)
+    with frontend.prepared(capability):
+        code, _ = frontend.call_with_room(cuda.compile, kernel, signature, device=False, abi="numba", output=output, cc=capability,
+                                          launch_bounds=(source.threads, source.min_blocks), opt=True, debug=False, lineinfo=False)
     return code
 
 

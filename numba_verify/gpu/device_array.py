@@ -5,6 +5,8 @@ For the commands, benchmarks and tests of this package, which must run on a GPU 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from . import driver
@@ -13,12 +15,18 @@ from . import driver
 _TYPESTR = {"bfloat16": "<V2", "bool": "|b1", "uint8": "|u1"}
 
 
+class Device(NamedTuple):
+    """Which GPU, in the words of CuPy's arrays. The array interface does not say it, and asking the driver costs a call an array."""
+
+    id: int
+
+
 class DeviceArray:
     """`shape` elements of `dtype` at byte `offset` of `buffer`, `strides` in bytes."""
 
     def __init__(self, buffer: driver.DeviceBuffer, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...] | None = None,
                  offset: int = 0):
-        self.buffer, self.shape, self.dtype = buffer, tuple(shape), np.dtype(dtype)
+        self.buffer, self.shape, self.dtype, self.device = buffer, tuple(shape), np.dtype(dtype), Device(buffer.ordinal)
         self.__cuda_array_interface__ = {
             "version": 3, "shape": self.shape, "typestr": _TYPESTR.get(self.dtype.name, self.dtype.str), "strides": strides,
             "data": (buffer.address + offset, False)}

@@ -316,7 +316,7 @@ def f32_to_f16x2(high: f32, low: f32) -> u32:
     """"cvt": two float16 in one word, nearest even. PTX order: the upper half comes first."""
 
 
-# --- wide accesses: "Data Movement and Conversion Instructions: ld, ld.global.nc, st, prefetch" ------------------------
+# --- wide accesses: "Data Movement and Conversion Instructions: ld, ld.global.nc, st" ----------------------------------
 
 
 @instruction("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];")
@@ -342,11 +342,6 @@ def st_global_v4_f32(address: u64, a: f32, b: f32, c: f32, d: f32) -> None:
 @vector_store(GLOBAL_SPACE)
 def st_global_v2_f32(address: u64, a: f32, b: f32) -> None:
     """"st": 8 aligned bytes to global memory."""
-
-
-@instruction("prefetch.global.L2 [$0];", volatile=True)
-def prefetch_global_l2(address: u64) -> None:
-    """"prefetch, prefetchu": the cache line of global memory that holds `address` begins to move to L2."""
 
 
 @vector_load(SHARED_SPACE)

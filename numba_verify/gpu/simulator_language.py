@@ -311,10 +311,6 @@ def st_global_v2_f32(address, a, b):
     floats[0], floats[1] = a, b
 
 
-def prefetch_global_l2(address):
-    check_access(address, 1, 1, "prefetch_global_l2")
-
-
 def _shared_access(address, size, write, what):
     """The block's shared memory and the offset of a checked access; told to the race tracker if there is one."""
     me = getcurrent()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .config import WARP
-from .scans import SCHEDULE_THREADS, WARPS, block_sum
+from .scans import SCHEDULE_THREADS, WARPS, block_sum, warp_scan
 from .work import (
     CTA_BEGIN,
     CTA_COUNT,
@@ -183,7 +183,7 @@ def _chooser(lang: Any, config: ScheduleConfig) -> Callable:
 def _first_fitting(lang: Any, config: ScheduleConfig) -> Callable:
     """Device function: the least length from `payload` on with which all tiles have enough CTAs; 0 if none below `payload` + c, where even cuts
     are no dearer. Each warp tries one: with c of 8 units at most that is every length there is."""
-    uint32, int64, shared, i64, bar_sync, shuffle = lang.uint32, lang.int64, lang.shared, lang.i64, lang.bar_sync, lang.shfl_sync_up_i64
+    uint32, int64, shared, i64, bar_sync, scan = lang.uint32, lang.int64, lang.shared, lang.i64, lang.bar_sync, warp_scan(lang)
     split, pieces_of, step = work_split(lang, config), _pieces(lang), -(-PIECE_COST_KEYS // (config.kv_tile * WARPS))
     tiles_of, blocks_of, fields, warps, last = split.tiles, split.blocks, REQUEST_FIELDS, WARPS, uint32(WARP - 1)
 
@@ -194,11 +194,7 @@ def _first_fitting(lang: Any, config: ScheduleConfig) -> Callable:
         length, need = payload + int64(warp) * int64(step), int64(0)
         for r in range(int64(lane), batch, int64(WARP)):
             need = need + tiles_of(requests[r * fields + Q_LEN], row_heads) * int64(pieces_of(blocks_of(requests[r * fields + KV_LEN]), length))
-        for s in range(5):
-            distance = uint32(1 << s)
-            other = shuffle(need, distance)
-            if lane >= distance:
-                need = need + other
+        need = scan(need, lane)
         if lane == last:
             needed[warp] = need
         # What each length needs is written before any thread looks for the first that fits.

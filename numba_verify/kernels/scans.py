@@ -2,8 +2,8 @@
 
     shared memory    int64 [ROWS][8 warps]: row 0 block_sum; all four block_scan; row 1 the search of `cuts`
 
-Both functions have one barrier inside, between writing the warps' sums and reading them, and none behind: the caller puts one between the
-reads and the next write to the same row. Its loops end with one that stops a hazard in global memory as well.
+`block_sum` and `block_scan` have one barrier inside, between writing the warps' sums and reading them, and none behind: the caller puts one
+between the reads and the next write to the same row. Its loops end with one that stops a hazard in global memory as well.
 """
 
 from __future__ import annotations
@@ -23,21 +23,33 @@ def shared_bytes() -> int:
     return 8 * ROWS * WARPS
 
 
-def block_sum(lang: Any) -> Callable:
-    """Device function: (sum of `value` over the threads before this one, sum over all threads of the block)."""
-    uint32, int64, shared, i64, bar_sync, shuffle = lang.uint32, lang.int64, lang.shared, lang.i64, lang.bar_sync, lang.shfl_sync_up_i64
-    warps, last = WARPS, uint32(WARP - 1)
+def warp_scan(lang: Any) -> Callable:
+    """Device function: the sum of `value` over the lanes of the warp up to this one, its own included."""
+    uint32, shuffle = lang.uint32, lang.shfl_sync_up_i64
 
     @lang.device
-    def block_sum(value, t):
-        sums = shared(uint32(0), i64)
-        lane, warp = uint32(t & last), uint32(t >> uint32(5))
+    def warp_scan(value, lane):
         inclusive = value
         for step in range(5):
             distance = uint32(1 << step)
             other = shuffle(inclusive, distance)
             if lane >= distance:
                 inclusive = inclusive + other
+        return inclusive
+
+    return warp_scan
+
+
+def block_sum(lang: Any) -> Callable:
+    """Device function: (sum of `value` over the threads before this one, sum over all threads of the block)."""
+    uint32, int64, shared, i64, bar_sync, scan = lang.uint32, lang.int64, lang.shared, lang.i64, lang.bar_sync, warp_scan(lang)
+    warps, last = WARPS, uint32(WARP - 1)
+
+    @lang.device
+    def block_sum(value, t):
+        sums = shared(uint32(0), i64)
+        lane, warp = uint32(t & last), uint32(t >> uint32(5))
+        inclusive = scan(value, lane)
         if lane == last:
             sums[warp] = inclusive
         # The sums of all warps are written before any thread adds them up.

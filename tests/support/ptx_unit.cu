@@ -83,7 +83,6 @@ __global__ void groups_kernel(Params params) {
     const int t = static_cast<int>(threadIdx.x);
     const uint4* shared = reinterpret_cast<const uint4*>(shared_memory());
     const uint32_t target = ptx::shared_address(shared_memory()) + 16 * t;
-    ptx::prefetch_global_l2(params.in);
     ptx::cp_async_16(target, params.in + 16 * t);
     ptx::cp_async_commit();
     ptx::cp_async_16(target + 512, params.in + 512 + 16 * t);

@@ -152,6 +152,7 @@ def build_registers(lang, config):
     return kernel
 
 
+<<<<<<< HEAD
 def build_tests(lang, config):
     """Every thread looks at both phases of an mbarrier that is fresh, and again when all have arrived."""
     uint32, u32, tid, pointer, shared_address = lang.uint32, lang.u32, lang.tid_x, lang.pointer, lang.shared_address
@@ -191,6 +192,8 @@ def build_prefetch(lang, config):
     return kernel
 
 
+=======
+>>>>>>> compile
 def build_pairs(lang, config):
     uint32, uint64, pointer, f32, tid, put = lang.uint32, lang.uint64, lang.pointer, lang.f32, lang.tid_x, lang.st_global_v2_f32
 
@@ -226,6 +229,5 @@ SIGNALS = [
     tests_case(),
     sums_case("cp_async_mbarrier_arrive_noinc", build_copies, r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64 \[%r\d+\];", width=4),
     copied_case("set_max_registers", build_registers, r"setmaxnreg\.dec\.sync\.aligned\.u32 40;", needs="sm_90a"),
-    copied_case("prefetch_global_l2", build_prefetch, r"prefetch\.global\.L2 \[%rd\d+\];"),
     copied_case("st_global_v2_f32", build_pairs, r"st\.global\.v2\.[bf]32", floats=2),
 ]
