@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 try:
-    from . import common
+    from . import common, resources
 except ImportError:  # run as a script
     import common
+    import resources
 
 
 class Offline:
     """512/64 in bfloat16. cuda_ref needs nvcc; instruction counts need nvdisasm (and cuobjdump for cuda_ref). What is missing reads n/a."""
 
-    params = [common.IMPLEMENTATIONS, common.COMPILED, common.ARCHITECTURES]
+    params = [common.IMPLEMENTATIONS, resources.COMPILED, resources.ARCHITECTURES]
     param_names = ["impl", "kernel", "arch"]
     timeout = 60
 
+    collect = staticmethod(resources.collect)
+
     def setup_cache(self):
-        """(impl, kernel, arch) -> Resources as a plain dict: asv pickles it."""
-        rows = common.numba_resources() + common.cuda_ref_resources()
-        return {(row.impl, row.kernel, row.arch): row._asdict() for row in rows}
+        return resources.collect(common.all_keys(Offline))
 
     setup_cache.timeout = 1200
 
@@ -52,6 +53,7 @@ class Instructions:
     param_names = Offline.param_names
     timeout = 60
 
+    collect = Offline.collect
     setup_cache = Offline.setup_cache
 
     def setup(self, figures, impl, kernel, arch):
@@ -66,4 +68,4 @@ class Instructions:
 
 
 if __name__ == "__main__":
-    print(common.format_resources(common.numba_resources() + common.cuda_ref_resources()))
+    print(resources.format_resources(resources.numba_resources() + resources.cuda_ref_resources()))
