@@ -54,7 +54,7 @@ class Replay:
             undo.callback(driver.call, "cuGraphExecDestroy", self._executable)
             self._undo = undo.pop_all()
 
-    def time_us(self) -> float:
+    def replay_us(self) -> float:
         """Replay once: microseconds per call."""
         with driver.context(self._ordinal):
             driver.call("cuEventRecord", self._events[0], self._stream)
@@ -73,7 +73,7 @@ class Replayed(Protocol):
 
     calls: int
 
-    def time_us(self) -> float: ...
+    def replay_us(self) -> float: ...
 
 
 def interleaved_times(graphs: Sequence[Replayed], replays: int, warm_up: int = 3) -> list[Timing]:
@@ -81,7 +81,7 @@ def interleaved_times(graphs: Sequence[Replayed], replays: int, warm_up: int = 3
     times: list[list[float]] = [[] for _ in graphs]
     for i in range(warm_up + replays):
         for graph, measured in zip(graphs, times, strict=True):
-            us = graph.time_us()
+            us = graph.replay_us()
             if i >= warm_up:
                 measured.append(us)
     return [Timing(statistics.median(us), min(us), max(us), graph.calls, replays) for graph, us in zip(graphs, times, strict=True)]

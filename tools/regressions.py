@@ -11,7 +11,6 @@ does not depend on the machine. Standard library only.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -139,9 +138,8 @@ def needed(benchmark: str) -> tuple[str, ...]:
 
 
 def threshold(benchmark: str) -> float:
-    """From asv.conf.json: the first pattern that matches, as asv takes the most specific one written first."""
-    text = re.sub(r"^\s*//.*$", "", results.CONFIG.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return next((value for pattern, value in json.loads(text)["regressions_thresholds"].items() if re.match(pattern, benchmark)), 0.1)
+    """From asv.conf.json: the largest of the patterns that match, as asv takes it."""
+    return max(value for pattern, value in results.config()["regressions_thresholds"].items() if re.match(pattern, benchmark))
 
 
 def _ratio(was: float, now: float | None) -> float:

@@ -28,6 +28,11 @@ COLUMNS = ["result", "params", "version", "started_at", "duration"]
 Figures = dict[tuple[str, tuple[str, ...]], "float | None"]
 
 
+def config() -> dict[str, Any]:
+    """asv.conf.json, whose comments are lines of their own."""
+    return json.loads(re.sub(r"^\s*//.*$", "", CONFIG.read_text(encoding="utf-8"), flags=re.MULTILINE))
+
+
 def git(*arguments: str) -> str | None:
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None

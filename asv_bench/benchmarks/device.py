@@ -69,7 +69,7 @@ def measure(work: Any, kernel: str, names: list[str]) -> dict[str, Entry]:
     if ready:
         slowest = max(milliseconds for _, milliseconds in ready.values())
         for state in (COLD, WARM):
-            times = common.attempt(functools.partial(time_in_turn, work, [plan for plan, _ in ready.values()], state, slowest))
+            times = common.attempt(functools.partial(medians_in_turn, work, [plan for plan, _ in ready.values()], state, slowest))
             for i, name in enumerate(ready):
                 entries[name] = entries[name]._replace(**{f"{state}_us": times if isinstance(times, str) else times[i]})
     return entries
@@ -88,7 +88,7 @@ def prepare(work: Any, kernel: str, name: str) -> tuple[Any, float, float]:
     return plan, error, 1e3 * (time.perf_counter() - begin)
 
 
-def time_in_turn(work: Any, plans: list[Any], state: str, milliseconds: float) -> list[float]:
+def medians_in_turn(work: Any, plans: list[Any], state: str, milliseconds: float) -> list[float]:
     """Median microseconds of each plan."""
     from numba_verify.gpu import driver
     from numba_verify.timing import Replay, interleaved_times

@@ -1,6 +1,6 @@
 """How long does one tree verify take with this package, and how long with other libraries? Device time, lower is better.
 
-A peer that is not installed reads n/a. To add one: a class with `calls`, `time_us`, `out` and `close` like Unfused, and its name in PEERS.
+A peer that is not installed reads n/a. To add one: a class with `calls`, `replay_us`, `out` and `close` like Unfused, and its name in PEERS.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Unfused:
                 self.run(pool)
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
-    def time_us(self) -> float:
+    def replay_us(self) -> float:
         """Replay once: microseconds per call."""
         self._events[0].record()
         self._graph.replay()
@@ -113,7 +113,7 @@ def measure(work: Any, names: list[str]) -> dict[str, float | str]:
         found = common.attempt(functools.partial(_peer if name in PEERS else _ours, work, name))
         (figures if isinstance(found, str) else ready)[name] = found
     try:
-        slowest = max((graph.time_us() for graph in ready.values()), default=0.0) / 1e3
+        slowest = max((graph.replay_us() for graph in ready.values()), default=0.0) / 1e3
         times = interleaved_times(list(ready.values()), REPLAYS if slowest < SLOW_MS else REPLAYS_SLOW, WARM_UP)
         figures.update({name: timing.median_us for name, timing in zip(ready, times, strict=True)})
     finally:
