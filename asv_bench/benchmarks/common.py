@@ -6,6 +6,7 @@ work on a machine without them.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import math
@@ -89,9 +90,22 @@ def implementation(name: str) -> ModuleType:
     if name == "cuda_ref" and find_nvcc() is None:
         raise skip("cuda_ref needs nvcc")
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:  # a commit from before it was written
         raise skip(f"there is no {name}: {error}") from error
+    if name == "cuda_ref" and (why := _why_not_built()):
+        raise RuntimeError(why)
+    return module
+
+
+@functools.cache
+def _why_not_built() -> str:
+    """Why the C library cannot be built, "" when it can. A commit that does not build would else be compiled anew for every figure."""
+    try:
+        importlib.import_module("cuda_ref.build").build()
+    except (RuntimeError, OSError) as error:
+        return f"cuda_ref does not build: {str(error)[:2000]}"
+    return ""
 
 
 def shape_of(name: str) -> Any:

@@ -9,6 +9,10 @@ except ImportError:  # run as a script
     import resources
 
 
+def _figure(found, name):
+    return common.figure_or_failure(found if isinstance(found, str) else found[name])
+
+
 class Offline:
     """512/64 in bfloat16. cuda_ref needs nvcc; instruction counts need nvdisasm (and cuobjdump for cuda_ref). What is missing reads n/a."""
 
@@ -24,20 +28,19 @@ class Offline:
     setup_cache.timeout = 1200
 
     def setup(self, figures, impl, kernel, arch):
-        if (impl, kernel, arch) not in figures:
-            raise common.skip(f"{impl} was not compiled here")
+        common.figure_or_skip(figures.get((impl, kernel, arch), f"{impl} was not compiled here"))
 
-    def track_registers(self, figures, impl, kernel, arch):
-        return figures[impl, kernel, arch]["registers"]
+    def track_registers(self, figures, *key):
+        return _figure(figures[key], "registers")
 
-    def track_shared_bytes(self, figures, impl, kernel, arch):
-        return figures[impl, kernel, arch]["shared_bytes"]
+    def track_shared_bytes(self, figures, *key):
+        return _figure(figures[key], "shared_bytes")
 
-    def track_spill_bytes(self, figures, impl, kernel, arch):
-        return figures[impl, kernel, arch]["spill_bytes"]
+    def track_spill_bytes(self, figures, *key):
+        return _figure(figures[key], "spill_bytes")
 
-    def track_stack_bytes(self, figures, impl, kernel, arch):
-        return figures[impl, kernel, arch]["stack_bytes"]
+    def track_stack_bytes(self, figures, *key):
+        return _figure(figures[key], "stack_bytes")
 
     track_registers.unit = "registers"
     track_shared_bytes.unit = track_spill_bytes.unit = track_stack_bytes.unit = "bytes"
@@ -57,11 +60,13 @@ class Instructions:
     setup_cache = Offline.setup_cache
 
     def setup(self, figures, impl, kernel, arch):
-        if figures.get((impl, kernel, arch), {}).get("sass") is None:
-            raise common.skip(f"{impl} was not compiled or not disassembled here")
+        figure = figures.get((impl, kernel, arch), f"{impl} was not compiled here")
+        common.figure_or_skip(figure)
+        if not isinstance(figure, str) and figure["sass"] is None:
+            raise common.skip("no disassembler is here")
 
-    def track_sass_instructions(self, figures, impl, kernel, arch):
-        return figures[impl, kernel, arch]["sass"]
+    def track_sass_instructions(self, figures, *key):
+        return _figure(figures[key], "sass")
 
     track_sass_instructions.unit = "instructions"
     track_sass_instructions.version = "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import importlib
 import itertools
 import multiprocessing
@@ -60,15 +61,19 @@ class Resources(NamedTuple):
     sass: int | None
 
 
-def collect(keys: Iterable[tuple[str, ...]]) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """(implementation, kernel, architecture) -> Resources as a plain dict: asv pickles it."""
-    makers, rows = {"numba_verify": numba_resources, "cuda_ref": cuda_ref_resources}, []
+def collect(keys: Iterable[tuple[str, ...]]) -> dict[tuple[str, str, str], dict[str, Any] | str]:
+    """(implementation, kernel, architecture) -> Resources as a plain dict (asv pickles it), or a text as common.attempt gives it."""
+    makers, found = {"numba_verify": numba_resources, "cuda_ref": cuda_ref_resources}, {}
     for impl, of_impl in itertools.groupby(sorted(keys), key=lambda key: key[0]):
-        pairs = [key[1:] for key in of_impl]
-        architectures = [arch for arch in ARCHITECTURES if any(arch == of for _, of in pairs)]
-        kernels = [kernel for kernel in COMPILED if any(kernel == of for of, _ in pairs)]
-        rows += makers[impl](architectures, kernels)
-    return {(row.impl, row.kernel, row.arch): row._asdict() for row in rows}
+        keys_of_impl = list(of_impl)
+        architectures = [arch for arch in ARCHITECTURES if any(arch == key[2] for key in keys_of_impl)]
+        kernels = [kernel for kernel in COMPILED if any(kernel == key[1] for key in keys_of_impl)]
+        rows = common.attempt(functools.partial(makers[impl], architectures, kernels))
+        if isinstance(rows, str):
+            found.update(dict.fromkeys(keys_of_impl, rows))
+        else:
+            found.update({(row.impl, row.kernel, row.arch): row._asdict() for row in rows})
+    return found
 
 
 def numba_resources(architectures: Iterable[str] = ARCHITECTURES, kernels: Iterable[str] = COMPILED) -> list[Resources]:
