@@ -48,6 +48,11 @@ ERROR_BOUND = 2 * 2.3e-3
 #: What begins the text of a figure that failed, where any other text is the reason of a skip.
 FAILED = "failed: "
 
+
+class Failed(RuntimeError):
+    """A figure that was measured together with others, and failed."""
+
+
 #: time.monotonic() after which nothing new is measured; set by whoever has only so long.
 deadline = math.inf
 
@@ -161,9 +166,9 @@ def figure_or_skip(figure: Any) -> None:
 
 
 def figure_or_failure(figure: Any) -> float:
-    """For a `track_` function: the number; RuntimeError when it is the text of a failure."""
+    """For a `track_` function: the number; raises Failed when it is the text of a failure."""
     if isinstance(figure, str):
-        raise RuntimeError(figure.removeprefix(FAILED))
+        raise Failed(figure.removeprefix(FAILED))
     return figure
 
 
@@ -209,6 +214,8 @@ def measured(families: Iterable[type], wanted: Callable[[type, str, tuple[str, .
                 value, why = float(getattr(instance, track)(*arguments, *key)), ""
             except NotImplementedError as reason:
                 value, why = math.nan, str(reason)
+            except Failed as error:
+                value, why = None, str(error)
             except Exception as error:  # a benchmark that fails must not take the others with it
                 value, why = None, "".join(traceback.format_exception_only(error)).strip()
             yield family, Value(track, key, value, why)
