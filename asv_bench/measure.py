@@ -90,7 +90,8 @@ def measure(patterns: list[str], stems: list[str]) -> dict[str, Any]:
         shown = f"{value:,.6g} {getattr(family, track).unit}" if not why else f"{'failed' if value is None else 'n/a'}: {why.splitlines()[0][:150]}"
         print(f"{label:95} {shown}", flush=True)
     measured = {name: row.pop() for name, row in results.items()}
-    return {"results": results, "measured": measured, "failures": failures, "versions": versions(), "under_load": under_load()}
+    return {"results": results, "measured": measured, "failures": failures, "versions": versions(),
+            "under_load": under_load() if any(name.startswith(("device.", "peers.")) for name in results) else {}}
 
 
 def versions() -> dict[str, str]:
@@ -123,14 +124,14 @@ def under_load() -> dict[str, str]:
 def prepare() -> int:
     """Compile what the device families need: every kernel of both implementations, at the heads and draft tokens of every shape.
 
-    Tiles are chosen by the rows of a request, not by its context, so a short one will do. Says what cannot be prepared and goes on.
+    Tiles are chosen by the rows of a request, not by batch or context, so one short request will do. Says what cannot be prepared and goes on.
     """
     if reason := common.gpu_reason():
         print(f"nothing to prepare: needs a GPU: {reason}")
         return 0
     for name in common.SHAPES:
         shape = common.shape_of(name)
-        work = common.workload(shape._replace(batch=1, context=64))
+        work = common.workload(shape._replace(batch=1, context=4096))
         for kernel in common.KERNELS:
             for implementation in common.IMPLEMENTATIONS:
                 found = common.attempt(lambda work=work, kernel=kernel, of=implementation:

@@ -16,6 +16,7 @@ import os
 import re
 
 import pytest
+from support import recorded
 
 from asv_bench.benchmarks import common, resources
 from numba_verify.backend import kernel_sources, mma_sources
@@ -145,8 +146,9 @@ def test_the_naive_kernel_shares_nothing():
 
 
 @pytest.mark.slow
-def test_registers_beside_the_twin(capsys):
-    """Report only: both implementations side by side. With a GPU its architecture, for which the library is built anyway."""
+def test_registers_beside_the_twin(capsys, tmp_path):
+    """Both implementations side by side, and nothing worse than in the last commit with a record (tools/regressions.py). With a GPU its
+    architecture, for which the library is built anyway."""
     if not common.find_nvcc():
         pytest.skip("no nvcc: the CUDA C twin cannot be compiled here")
     architectures = (driver.device_info(0).arch,) if driver.device_count() else OFFLINE_ARCHITECTURES
@@ -156,6 +158,11 @@ def test_registers_beside_the_twin(capsys):
     assert {kernel for kernel, _ in ours} == set(resources.COMPILED)
     with capsys.disabled():
         print("\n" + resources.format_resources(rows))
+        commit, worse = recorded.worse_than_recorded(rows, tmp_path)
+        print(f"compared with {commit}" if commit else "not compared: no record of these compilers")
+    assert not worse, ("\n".join(f"{change.label}: {change.before:,.4g} -> {change.after:,.4g}" for change in worse)
+                       + f"\nworse than recorded for {commit}. If that is the price of something better: commit it, say so in the message, run "
+                         "`make bench BENCH_ARGS='--bench offline'` and commit the record.")
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------------

@@ -80,10 +80,7 @@ def _measured(name: str, commit: str) -> str:
 
 
 def _newest(name: str) -> str:
-    head = results.git("rev-parse", "HEAD")
-    if head is None:
-        raise ValueError("there is no git history here; name two measured commits")
-    found = head[:8] if head[:8] in results.measured_commits(name) else results.previous_commit(name, head)
+    found = results.newest_commit(name)
     if found is None:
         raise ValueError(f"neither HEAD nor an ancestor was measured on {name}")
     return found

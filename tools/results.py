@@ -176,6 +176,15 @@ def previous_commit(name: str, commit: str) -> str | None:
     return next((hash_[:8] for hash_ in ancestors if hash_[:8] in measured), None)
 
 
+def newest_commit(name: str) -> str | None:
+    """HEAD if it was measured on this machine, else its newest ancestor that was; without a git history the newest by date."""
+    head = git("rev-parse", "HEAD")
+    if head is None:
+        files = sorted((RESULTS / name).glob("????????-*.json"), key=lambda path: load(path)["date"])
+        return files[-1].name[:8] if files else None
+    return head[:8] if head[:8] in measured_commits(name) else previous_commit(name, head)
+
+
 def has_figures(path: Path, pattern: str) -> bool:
     """Whether the file exists and holds a number of a benchmark whose name matches."""
     if not path.exists():
