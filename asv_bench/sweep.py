@@ -1,4 +1,4 @@
-"""Latency against context length, tree size and heads, for the plots: `python asv_bench/sweep.py --out docs/results/h200_sweep.json`.
+"""Latency against context length, tree size and heads, for the plots: `python asv_bench/sweep.py --out docs/results/sweep_h200.json`.
 
 One extent moves and the others stay, which the shapes of the benchmarks do not. Both implementations (kernel="auto") and every peer that is
 installed are checked and measured in turn, as in benchmarks/peers.py. About a minute on an H200.

@@ -1,7 +1,7 @@
 """Draws the plots of README and docs from committed result files: `python tools/plots.py`. Needs the extra `plots` (matplotlib).
 
     docs/images/floor.svg     percent of the floor at every shape            docs/results/h200*.json (bench --json), peers_h200.json
-    docs/images/context.svg   latency against context length                 docs/results/h200_sweep.json (asv_bench/sweep.py)
+    docs/images/context.svg   latency against context length                 docs/results/sweep_h200.json (asv_bench/sweep.py)
     docs/images/drafts.svg    latency against tree size                      the same
     docs/images/heads.svg     latency against heads                          the same
     docs/images/history.svg   numba / CUDA C and latency, commit by commit   asv_bench/results/nvidia-h200
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 def load() -> dict[str, Any]:
     """All result files; what is missing is empty."""
     peers = json.loads(results_table.PEERS.read_text(encoding="utf-8"))
-    sweep = results_table.RESULTS / "h200_sweep.json"
+    sweep = results_table.RESULTS / "sweep_h200.json"
     history = sorted((results.load(path) for path in (results.RESULTS / MACHINE).glob("????????-*.json")), key=_order)
     return {"bench": results_table.read(results_table.result_files()), "peers": peers,
             "sweep": json.loads(sweep.read_text(encoding="utf-8")) if sweep.exists() else {"figures": []}, "history": history}
