@@ -35,7 +35,7 @@ METHOD = ("asv_bench/measure.py", "asv_bench/benchmarks", "numba_verify/bench.py
 #: import) would be those of a machine that has just compiled.
 GPU_FILES, OFFLINE_FILES = ("device", "host"), ("offline",)
 #: Seconds beyond its own time after which a commit is stopped: a kernel that hangs, or one shape that takes long.
-GRACE = 20
+GRACE = 40
 
 
 class Checkout(NamedTuple):
