@@ -73,7 +73,7 @@ def measure(patterns: list[str], stems: list[str]) -> dict[str, Any]:
         return not patterns or any(re.search(pattern, label) for pattern in patterns)
 
     results: dict[str, list[Any]] = {}
-    failures, begin = {}, time.time()
+    failures, skipped, begin = {}, {}, time.time()
     for family, (track, params, value, why) in common.measured(names, wanted):
         name = f"{names[family]}.{track}"
         keys = common.all_keys(family)
@@ -87,8 +87,13 @@ def measure(patterns: list[str], stems: list[str]) -> dict[str, Any]:
         label = f"{name}({', '.join(params)})"
         if value is None:
             failures[label] = why
-        shown = f"{value:,.6g} {getattr(family, track).unit}" if not why else f"{'failed' if value is None else 'n/a'}: {why.splitlines()[0][:150]}"
-        print(f"{label:95} {shown}", flush=True)
+            print(f"{label:95} failed: {why.splitlines()[0][:150]}", flush=True)
+        elif why:
+            skipped[name, why] = skipped.get((name, why), 0) + 1
+        else:
+            print(f"{label:95} {value:,.6g} {getattr(family, track).unit}", flush=True)
+    for (name, why), count in skipped.items():
+        print(f"{name}: {count} of {len(results[name][0])} n/a: {why.splitlines()[0][:150]}", flush=True)
     measured = {name: row.pop() for name, row in results.items()}
     return {"results": results, "measured": measured, "failures": failures, "versions": versions(),
             "under_load": under_load() if any(name.startswith(("device.", "peers.")) for name in results) else {}}
