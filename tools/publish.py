@@ -74,7 +74,7 @@ def fetch(folder: Path) -> dict[str, Path]:
     npm = shutil.which("npm")
     if npm is None:
         raise SystemExit("publish: --self-contained needs npm, and there is none on PATH")
-    done = subprocess.run([npm, "pack", "--silent", *LIBRARIES], cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([npm, "pack", "--silent", "--fetch-retries=1", *LIBRARIES], cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
     found = {}
     for archive, paths in zip(done.stdout.split(), LIBRARIES.values(), strict=True):
         with tarfile.open(folder / archive) as opened:
