@@ -229,6 +229,15 @@ def test_unfused_computes_tree_attention(monkeypatch):
     assert work.check(out, rows=12) > peers.PEER_ERROR_BOUND
 
 
+def test_an_implementation_comes_from_the_commit_that_is_measured(monkeypatch, tmp_path):
+    """One of another checkout may be importable as well."""
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    assert common.attempt(lambda: common.implementation("cuda_ref")) == "this commit has no cuda_ref"
+    assert resources.collect([("cuda_ref", "expand", "sm_80")]) == {("cuda_ref", "expand", "sm_80"): "this commit has no cuda_ref"}
+    with pytest.raises(NotImplementedError, match="this commit has no cuda_ref"):
+        compile_time.Import().setup("cuda_ref")
+
+
 def test_a_library_that_does_not_build_is_compiled_once(monkeypatch):
     tries = []
 

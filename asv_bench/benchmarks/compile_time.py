@@ -90,6 +90,7 @@ class Import:
     timeout = 60
 
     def setup(self, impl):
+        common.require_written(impl)
         begun = "import time; begin = time.perf_counter(); "
         self.command = [sys.executable, "-c", f"{begun}import {impl}; {impl}.plan; print(time.perf_counter() - begin)"]
         # Where the benchmark finds the package: asv drops PYTHONPATH from a benchmark's environment.

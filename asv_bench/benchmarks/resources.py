@@ -148,6 +148,7 @@ _TWIN_NAMES = {
 
 def cuda_ref_resources(architectures: Iterable[str] = ARCHITECTURES, kernels: Iterable[str] = COMPILED) -> list[Resources]:
     """From the build's own report; empty with no nvcc. Builds when the sources changed, one to two minutes on two cores."""
+    common.require_written("cuda_ref")
     if common.find_nvcc() is None:
         return []
     build = importlib.import_module("cuda_ref.build")
