@@ -7,9 +7,11 @@ between two events: microseconds per call = replay time / calls. The figure is t
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .gpu import driver
 
@@ -27,43 +29,75 @@ class Timing(NamedTuple):
     replays: int
 
 
+class Replay:
+    """Functions (each takes a stream handle) captured in one CUDA graph. Close it to free the graph."""
+
+    def __init__(self, ordinal: int, calls: Sequence[Callable[[int], None]]):
+        kinds = driver._driver()
+        self.calls, self._ordinal = len(calls), ordinal
+        with contextlib.ExitStack() as undo, driver.context(ordinal):
+            self._stream = driver.call("cuStreamCreate", kinds.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            undo.callback(driver.call, "cuStreamDestroy", self._stream)
+            self._events = []
+            for _ in range(2):
+                self._events.append(driver.call("cuEventCreate", kinds.CUevent_flags.CU_EVENT_DEFAULT))
+                undo.callback(driver.call, "cuEventDestroy", self._events[-1])
+            for enqueue in calls:  # everything is compiled, loaded and has run once before the capture
+                enqueue(int(self._stream))
+            driver.call("cuStreamSynchronize", self._stream)
+            driver.call("cuStreamBeginCapture", self._stream, kinds.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            for enqueue in calls:
+                enqueue(int(self._stream))
+            graph = driver.call("cuStreamEndCapture", self._stream)
+            undo.callback(driver.call, "cuGraphDestroy", graph)
+            self._executable = driver.call("cuGraphInstantiate", graph, 0)
+            undo.callback(driver.call, "cuGraphExecDestroy", self._executable)
+            self._undo = undo.pop_all()
+
+    def replay_us(self) -> float:
+        """Replay once: microseconds per call."""
+        with driver.context(self._ordinal):
+            driver.call("cuEventRecord", self._events[0], self._stream)
+            driver.call("cuGraphLaunch", self._executable, self._stream)
+            driver.call("cuEventRecord", self._events[1], self._stream)
+            driver.call("cuEventSynchronize", self._events[1])
+            return 1000.0 * driver.call("cuEventElapsedTime", *self._events) / self.calls
+
+    def close(self) -> None:
+        with driver.context(self._ordinal):
+            self._undo.close()
+
+
+class Replayed(Protocol):
+    """What interleaved_times takes: a Replay, or the same of a library with graphs of its own."""
+
+    calls: int
+
+    def replay_us(self) -> float: ...
+
+
+def interleaved_times(graphs: Sequence[Replayed], replays: int, warm_up: int = 3) -> list[Timing]:
+    """Replay the graphs in turn, A B A B and not A A B B, so that clocks and temperature drift alike for all of them."""
+    times: list[list[float]] = [[] for _ in graphs]
+    for i in range(warm_up + replays):
+        for graph, measured in zip(graphs, times, strict=True):
+            us = graph.replay_us()
+            if i >= warm_up:
+                measured.append(us)
+    return [Timing(statistics.median(us), min(us), max(us), graph.calls, replays) for graph, us in zip(graphs, times, strict=True)]
+
+
 def graph_time(ordinal: int, calls: Sequence[Callable[[int], None]], replays: int = 30, warm_up: int = 3) -> Timing:
     """Capture every function of `calls` (each takes a stream handle) in one graph and time its replay."""
-    kinds = driver._driver()
-    with driver.context(ordinal):
-        stream = driver.call("cuStreamCreate", kinds.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        events = [driver.call("cuEventCreate", kinds.CUevent_flags.CU_EVENT_DEFAULT) for _ in range(2)]
-        try:
-            handle = int(stream)
-            for enqueue in calls:  # everything is compiled, loaded and has run once before the capture
-                enqueue(handle)
-            driver.call("cuStreamSynchronize", stream)
-            driver.call("cuStreamBeginCapture", stream, kinds.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-            for enqueue in calls:
-                enqueue(handle)
-            graph = driver.call("cuStreamEndCapture", stream)
-            executable = driver.call("cuGraphInstantiate", graph, 0)
-            times = []
-            for i in range(warm_up + replays):
-                driver.call("cuEventRecord", events[0], stream)
-                driver.call("cuGraphLaunch", executable, stream)
-                driver.call("cuEventRecord", events[1], stream)
-                driver.call("cuEventSynchronize", events[1])
-                if i >= warm_up:
-                    times.append(1000.0 * driver.call("cuEventElapsedTime", *events) / len(calls))
-            driver.call("cuGraphExecDestroy", executable)
-            driver.call("cuGraphDestroy", graph)
-        finally:
-            for event in events:
-                driver.call("cuEventDestroy", event)
-            driver.call("cuStreamDestroy", stream)
-    return Timing(statistics.median(times), min(times), max(times), len(calls), replays)
+    graph = Replay(ordinal, calls)
+    try:
+        return interleaved_times([graph], replays, warm_up)[0]
+    finally:
+        graph.close()
 
 
 def host_time(call: Callable[[], None], synchronize: Callable[[], None], repeats: int = 200) -> float:
     """Host microseconds of `call`, the median of single calls, without waiting for the device; `synchronize` keeps the queue short."""
-    import time
-
     times = []
     for i in range(repeats):
         begin = time.perf_counter_ns()

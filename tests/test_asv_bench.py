@@ -1,36 +1,38 @@
-"""The benchmark suite itself: names that history hangs on, skips with no GPU, no time for a wrong result, and one run of asv."""
+"""The benchmarks themselves: names that history hangs on, skips with no GPU, no time for a wrong result, one process and asv alike."""
 
 import importlib.util
 import json
+import math
 import os
-import platform
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from asv_bench.benchmarks import common, compile_time, device, host, offline
-from numba_verify import shapes
+from asv_bench import measure, sweep
+from asv_bench.benchmarks import common, compile_time, device, host, offline, peers, resources
+from numba_verify import shapes, timing
+from numba_verify.gpu import driver
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # A renamed benchmark or parameter begins a new, empty graph: change these on purpose only.
 NAMES = {
-    device.Device: (["track_device_us"], ["impl", "kernel", "shape"]),
+    device.Device: (["track_device_us"], ["impl", "kernel", "shape", "l2"]),
+    device.Accuracy: (["track_max_relative_error"], ["impl", "kernel", "shape"]),
+    device.Workspace: (["track_workspace_bytes"], ["impl", "kernel", "shape"]),
+    peers.Peers: (["track_device_us"], ["impl", "shape"]),
     host.Host: (["track_host_us"], ["impl", "kernel", "call"]),
     offline.Offline: (["track_registers", "track_shared_bytes", "track_spill_bytes", "track_stack_bytes"], ["impl", "kernel", "arch"]),
     offline.Instructions: (["track_sass_instructions"], ["impl", "kernel", "arch"]),
     compile_time.Compile: (["track_cold_s", "track_warm_ms"], ["kernel"]),
+    compile_time.Import: (["track_import_ms"], ["impl"]),
 }
-FILES = sorted(path.stem for path in Path(common.__file__).parent.glob("[a-z]*.py"))
-
-
-def bench_tool():
-    spec = importlib.util.spec_from_file_location("tools_bench", ROOT / "tools" / "bench.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SHAPE = common.SHAPES[0]
+no_gpu = pytest.mark.skipif(not common.gpu_reason(), reason="a GPU is here, so device benchmarks do not skip")
 
 
 @pytest.mark.parametrize("family", NAMES, ids=lambda family: family.__name__)
@@ -46,79 +48,225 @@ def test_names_units_and_versions_are_stable(family):
         assert "flop" not in function.unit.lower(), "asv takes lower for better"
 
 
+def test_every_family_is_found_and_nothing_else():
+    assert set(measure.families(measure.files()).values()) == set(NAMES)
+    # asv takes any function or class of a benchmark file for a benchmark when its name, or a method's, begins so.
+    for path in map(Path, {sys.modules[family.__module__].__file__ for family in NAMES}):
+        assert not [line for line in path.read_text().splitlines() if line.lstrip().startswith(("def time", "def mem_", "def peakmem_"))], path
+
+
 def test_parameters():
     assert common.IMPLEMENTATIONS == ("numba_verify", "cuda_ref")
     assert [shape.name for shape in shapes.SHAPES[:9]] == list(common.SHAPES)
     assert all(common.shape_of(name).name == name for name in common.SHAPES)
-    assert set(common._TWIN_NAMES) == set(common.COMPILED)
+    assert set(resources._TWIN_NAMES) == set(resources.COMPILED)
 
 
 def test_discovery_imports_nothing_heavy():
     """asv imports every file in a process of its own for each parameter, on machines with no GPU too."""
     code = (
-        f"import sys, importlib\nfor name in {FILES!r}: importlib.import_module('asv_bench.benchmarks.' + name)\n"
+        f"import sys, importlib\nfor name in {measure.files()!r}: importlib.import_module('asv_bench.benchmarks.' + name)\n"
         "heavy = {'numba', 'numpy', 'cuda', 'torch', 'numba_verify'} & set(sys.modules)\nassert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.skipif(not common.gpu_reason(), reason="a GPU is here, so device benchmarks do not skip")
-def test_no_gpu_is_a_skip_and_not_a_failure():
-    assert device.Device().setup_cache() == {}
+@no_gpu
+@pytest.mark.parametrize("family", [device.Device, device.Accuracy, device.Workspace, peers.Peers, host.Host], ids=lambda family: family.__name__)
+def test_no_gpu_is_a_skip_and_not_a_failure(family):
+    assert family().setup_cache() == {}
     with pytest.raises(NotImplementedError, match="needs a GPU: "):
-        device.Device().setup({}, "numba_verify", "paged", common.SHAPES[0])
-    with pytest.raises(NotImplementedError, match="needs a GPU: "):
-        host.Host().setup("numba_verify", "paged", "run")
+        family().setup({}, *common.all_keys(family)[0])
+
+
+# --- device times, with a GPU that is not there -----------------------------------------------------------------------------------
 
 
 class FakeWork:
-    """A workload whose result is off by `error`."""
+    """A workload whose result is off by `error`, with a KV pool of `nbytes`."""
 
     ordinal = 0
+    out = lse = SimpleNamespace(buffer=SimpleNamespace(address=0, nbytes=64))
 
-    def __init__(self, error):
-        self.error = error
+    def __init__(self, error=0.001, nbytes=1000, refused=()):
+        self.error, self.refused, self.pools = error, refused, [SimpleNamespace(buffer=SimpleNamespace(nbytes=nbytes))]
 
     def plan(self, module, kernel):
-        return None
+        if module in self.refused:
+            raise ValueError("kernel='mma' is not part of this version")
+        return SimpleNamespace(workspace_bytes=4096, module=module)
 
     def run(self, plan):
         pass
 
-    def time(self, plan, replays):
-        raise AssertionError("a wrong kernel was timed")
+    def calls(self, plan, warm=False):
+        return [plan.module] * 8
 
     def check(self):
         return self.error
 
 
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A driver that does nothing, an L2 cache of 1 MB, and graphs that take 100 us of cuda_ref and 110 of numba_verify. Returns the order of
+    the replays."""
+    replayed = []
+
+    class FakeReplay:
+        def __init__(self, ordinal, calls):
+            self.calls, self.name = len(calls), calls[0]
+
+        def replay_us(self):
+            replayed.append(self.name)
+            return 110.0 if self.name == "numba_verify" else 100.0
+
+        def close(self):
+            replayed.append("closed")
+
+    for name, value in {"context": lambda ordinal: nullcontext(), "call": lambda *arguments: None, "synchronize": lambda stream: None,
+                        "device_info": lambda ordinal: SimpleNamespace(l2_bytes=1 << 20)}.items():
+        monkeypatch.setattr(driver, name, value)
+    monkeypatch.setattr(timing, "Replay", FakeReplay)
+    monkeypatch.setattr(common, "implementation", lambda name: name)
+    monkeypatch.setattr(common, "gpu_reason", lambda: "")
+    return replayed
+
+
+def read(family, track, entries, *key):
+    instance = family()
+    instance.setup(entries, *key)
+    return getattr(instance, track)(entries, *key)
+
+
+def test_implementations_are_replayed_in_turn(fake_gpu):
+    entries = device.measure(FakeWork(), "mma", list(common.IMPLEMENTATIONS))
+    assert entries["numba_verify"] == device.Entry(110.0, 110.0, 0.001, 4096) and entries["cuda_ref"].cold_us == 100.0
+    cold = fake_gpu[:fake_gpu.index("closed")]
+    assert len(cold) > 2 * device.LEAST_REPLAYS and cold == list(common.IMPLEMENTATIONS) * (len(cold) // 2)
+    assert fake_gpu.count("closed") == 4, "two graphs, cold and warm"
+
+
 @pytest.mark.parametrize("error", [0.01, float("inf"), float("nan")])
-def test_a_wrong_result_gives_no_time(error, monkeypatch):
-    def check_only(work, plan):
-        if not work.check() <= common.ERROR_BOUND:
-            raise RuntimeError(f"wrong result: error {work.check():.3g}")
-
-    monkeypatch.setattr(common, "run_checked", check_only)
-    figure = device.measure("numba_verify", "paged", FakeWork(error))
-    assert figure.startswith("failed: wrong result")
-    key = ("numba_verify", "paged", common.SHAPES[0])
-    monkeypatch.setattr(common, "require_gpu", lambda: None)
-    device.Device().setup({key: figure}, *key)
-    with pytest.raises(RuntimeError, match="wrong result"):
-        device.Device().track_device_us({key: figure}, *key)
+def test_a_wrong_result_gives_no_time(error, fake_gpu, monkeypatch):
+    key = ("numba_verify", "paged", SHAPE)
+    monkeypatch.setattr(common, "workload", lambda shape: FakeWork(error))
+    entries = device.collect([key])
+    assert not fake_gpu, "a wrong kernel was timed"
+    for family, track, rest in ((device.Device, "track_device_us", ("cold",)), (device.Accuracy, "track_max_relative_error", ())):
+        with pytest.raises(RuntimeError, match="wrong result: error .* of a row's norm, allowed 0.0046"):
+            read(family, track, entries, *key, *rest)
 
 
-def test_a_slow_kernel_is_skipped_with_the_time(monkeypatch):
-    key = ("numba_verify", "naive", common.SHAPES[0])
-    monkeypatch.setattr(common, "require_gpu", lambda: None)
-    with pytest.raises(NotImplementedError, match="takes 900 ms a call"):
-        device.Device().setup({key: "takes 900 ms a call; measured up to 60"}, *key)
-    device.Device().setup({key: 12.5}, *key)
-    assert device.Device().track_device_us({key: 12.5}, *key) == 12.5
+def test_warm_times_only_where_the_pool_fits(fake_gpu):
+    entries = {("cuda_ref", "mma", SHAPE): device.measure(FakeWork(nbytes=2 << 20), "mma", ["cuda_ref"])["cuda_ref"]}
+    assert read(device.Device, "track_device_us", entries, "cuda_ref", "mma", SHAPE, "cold") == 100.0
+    with pytest.raises(NotImplementedError, match="2 MB of KV do not fit in an L2 cache of 1 MB"):
+        read(device.Device, "track_device_us", entries, "cuda_ref", "mma", SHAPE, "warm")
+
+
+def test_a_slow_kernel_is_skipped_with_the_time(fake_gpu, monkeypatch):
+    monkeypatch.setattr(device, "SLOWEST_MS", -1.0)
+    entries = {("cuda_ref", "naive", SHAPE): device.measure(FakeWork(), "naive", ["cuda_ref"])["cuda_ref"]}
+    with pytest.raises(NotImplementedError, match="takes 0 ms a call; measured up to -1"):
+        read(device.Device, "track_device_us", entries, "cuda_ref", "naive", SHAPE, "cold")
+    assert read(device.Accuracy, "track_max_relative_error", entries, "cuda_ref", "naive", SHAPE) == 0.001
+    assert not fake_gpu
+
+
+def test_a_refused_kernel_does_not_stop_its_twin(fake_gpu):
+    entries = device.measure(FakeWork(refused=["numba_verify"]), "mma", list(common.IMPLEMENTATIONS))
+    assert entries["cuda_ref"].cold_us == 100.0
+    assert entries["numba_verify"].cold_us == "failed: ValueError: kernel='mma' is not part of this version"
+
+
+def test_nothing_new_begins_when_time_is_over(fake_gpu, monkeypatch):
+    monkeypatch.setattr(common, "deadline", -math.inf)
+    key = ("cuda_ref", "mma", SHAPE)
+    with pytest.raises(NotImplementedError, match="out of time"):
+        read(device.Device, "track_device_us", device.collect([key]), *key, "cold")
+    with pytest.raises(NotImplementedError, match="out of time"):
+        read(peers.Peers, "track_device_us", peers.collect([("unfused", SHAPE)]), "unfused", SHAPE)
+
+
+def test_replays_are_bounded_by_time_and_number():
+    assert [device.replays(8, ms) for ms in (0.02, 5.0, 20.0)] == [device.MOST_REPLAYS, 10, device.LEAST_REPLAYS]
+
+
+def test_host_times_are_medians_of_rounds_in_turn(fake_gpu, monkeypatch):
+    order = []
+    monkeypatch.setattr(common, "workload", lambda shape: FakeWork())
+    monkeypatch.setattr(host, "_time", lambda work, plan, call: order.append(plan.module) or float(len(order)))
+    figures = host.collect([(name, "mma", "run") for name in common.IMPLEMENTATIONS])
+    assert sorted(order[:2]) == sorted(common.IMPLEMENTATIONS) and len(order) == 2 * host.ROUNDS
+    assert sorted(figures.values()) == [3.0, 4.0]
+
+
+def test_peers_that_are_not_installed_are_skipped(fake_gpu, monkeypatch):
+    monkeypatch.setattr(common, "workload", lambda shape: FakeWork())
+    monkeypatch.setattr(peers.Unfused, "module", "no_such_library")
+    entries = peers.collect([(name, SHAPE) for name in (*common.IMPLEMENTATIONS, "unfused")])
+    assert read(peers.Peers, "track_device_us", entries, "cuda_ref", SHAPE) == 100.0
+    with pytest.raises(NotImplementedError, match="no_such_library is not installed"):
+        read(peers.Peers, "track_device_us", entries, "unfused", SHAPE)
+
+
+def test_unfused_computes_tree_attention(monkeypatch):
+    pytest.importorskip("torch", reason="torch is not installed")
+    import ml_dtypes
+    import numpy as np
+
+    from numba_verify import bench
+
+    shape, rng = shapes.Shape(2, 40, 6, 4), np.random.default_rng(1)
+    work = bench.Workload.__new__(bench.Workload)  # its arrays without the GPU that it puts them on
+    work.block, work.queries = (rng.standard_normal((bench.DRAWN_ROWS, 576), np.float32).astype(ml_dtypes.bfloat16) for _ in range(2))
+    work.shape, work.sm_scale, work.total_q, work.parents, work._known = shape, 576 ** -0.5, 12, shapes.draft_tree(shape), {}
+    indices = rng.permutation(2 * 46).astype(np.int32)
+    work.kv_indices, work.pools = SimpleNamespace(numpy=lambda: indices), [None]
+    out = peers.Unfused(work, "cpu").out()
+    assert out.shape == (12, 4, 512) and work.check(out, rows=12) <= peers.PEER_ERROR_BOUND
+    out[3] = out[4]
+    assert work.check(out, rows=12) > peers.PEER_ERROR_BOUND
+
+
+def test_an_implementation_comes_from_the_commit_that_is_measured(monkeypatch, tmp_path):
+    """One of another checkout may be importable as well."""
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    assert common.attempt(lambda: common.implementation("cuda_ref")) == "this commit has no cuda_ref"
+    assert resources.collect([("cuda_ref", "expand", "sm_80")]) == {("cuda_ref", "expand", "sm_80"): "this commit has no cuda_ref"}
+    with pytest.raises(NotImplementedError, match="this commit has no cuda_ref"):
+        compile_time.Import().setup("cuda_ref")
+
+
+def test_a_library_that_does_not_build_is_compiled_once(monkeypatch):
+    tries = []
+
+    def build(*arguments):
+        tries.append(arguments)
+        raise RuntimeError("nvcc says no")
+
+    monkeypatch.setattr(common, "find_nvcc", lambda: "/nvcc")
+    monkeypatch.setitem(sys.modules, "cuda_ref.build", SimpleNamespace(build=build))
+    common._why_not_built.cache_clear()
+    try:
+        for _ in range(3):
+            assert common.attempt(lambda: common.implementation("cuda_ref")) == "failed: RuntimeError: cuda_ref does not build: nvcc says no"
+    finally:
+        common._why_not_built.cache_clear()
+    assert len(tries) == 1
+
+
+@no_gpu
+def test_a_sweep_needs_a_gpu(capsys, tmp_path):
+    assert sweep.main(["--out", str(tmp_path / "sweep.json")]) == 2
+    assert capsys.readouterr().err.startswith("sweep: needs a GPU: ") and not any(tmp_path.iterdir())
+
+
+# --- what the compilers made ------------------------------------------------------------------------------------------------------
 
 
 def test_offline_figures():
-    rows = common.numba_resources(["sm_90a"], ["expand"])
+    rows = resources.numba_resources(["sm_90a"], ["expand"])
     assert len(rows) == 1 and rows[0].registers > 0 and rows[0].spill_bytes == rows[0].stack_bytes == 0
     assert rows[0].sass is None or rows[0].sass > 100
     figures = {("numba_verify", "expand", "sm_90a"): rows[0]._asdict()}
@@ -128,7 +276,7 @@ def test_offline_figures():
     with pytest.raises(NotImplementedError, match="cuda_ref was not compiled here"):
         offline.Offline().setup(figures, "cuda_ref", *key[1:])
     twin = rows[0]._replace(impl="cuda_ref", registers=77, sass=None)
-    lines = common.format_resources([*rows, twin]).splitlines()
+    lines = resources.format_resources([*rows, twin]).splitlines()
     assert len(lines) == 2 and f" {rows[0].registers} " in lines[1] and " 77 " in lines[1] and lines[1].endswith("-")
 
 
@@ -141,49 +289,46 @@ def test_offline_figures():
     ],
 )
 def test_names_of_the_twin(demangled, name):
-    assert common._twin_name(demangled) == common._TWIN_NAMES[name]
+    assert resources._twin_name(demangled) == resources._TWIN_NAMES[name]
 
 
-# --- make bench -----------------------------------------------------------------------------------------------------------------
+# --- one process, and asv ---------------------------------------------------------------------------------------------------------
 
 
-def test_results_are_filed_by_machine_and_merged(tmp_path, monkeypatch):
-    tool = bench_tool()
-    monkeypatch.setattr(tool, "RESULTS", tmp_path)
-    folder, commit = tmp_path / "no-gpu", "0123456789abcdef"
-    folder.mkdir()
-
-    def asv_writes(results):
-        text = json.dumps({"env_name": "existing-py_somewhere_bin_python", "result_columns": ["result"], "results": results})
-        (folder / "01234567-existing-py_somewhere_bin_python.json").write_text(text)
-        return tool.file_by_machine("no-gpu", commit)
-
-    target = asv_writes({"a": [1], "b": [2]})
-    assert target == folder / "01234567-no-gpu.json" and asv_writes({"b": [3]}) == target
-    assert [path.name for path in folder.iterdir()] == ["01234567-no-gpu.json"]
-    kept = json.loads(target.read_text())
-    assert kept["python"] == kept["params"]["python"] == platform.python_version(), "no path of this machine in a kept file"
-    assert kept["env_name"] == "no-gpu" and kept["results"] == {"a": [1], "b": [3]}
+def test_one_process_gives_what_asv_would(tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    chosen = r"track_(registers|spill_bytes)\('numba_verify', 'expand', 'sm_90a'\)"
+    assert measure.main(["--file", "offline", "--bench", chosen, "--out", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert list(written["results"]) == ["offline.Offline.track_registers", "offline.Offline.track_spill_bytes"]
+    values, params, version, *_ = written["results"]["offline.Offline.track_registers"]
+    at = common.all_keys(offline.Offline).index(("numba_verify", "expand", "sm_90a"))
+    assert values[at] > 0 and [i for i, value in enumerate(values) if value is not None] == [at]
+    assert params[1] == [repr(name) for name in resources.COMPILED] and version == "1"
+    assert written["measured"]["offline.Offline.track_registers"] == [at]
+    assert written["versions"]["numba-cuda"] and not written["failures"]
+    assert "offline.Offline.track_registers(numba_verify, expand, sm_90a)" in capsys.readouterr().out
 
 
-def test_the_previous_commit_is_the_newest_measured_ancestor(tmp_path, monkeypatch):
-    tool = bench_tool()
-    monkeypatch.setattr(tool, "RESULTS", tmp_path)
-    monkeypatch.setattr(tool, "git", lambda *arguments: "bbbbbbbb1\naaaaaaaa1\n")
-    assert tool.previous_commit("m", "cccccccc1") is None
-    (tmp_path / "m").mkdir()
-    for name in ("aaaaaaaa-m.json", "dddddddd-m.json", "machine.json"):
-        (tmp_path / "m" / name).write_text("{}")
-    assert tool.previous_commit("m", "cccccccc1") == "aaaaaaaa"
+def test_a_failure_takes_no_other_figure_with_it(tmp_path, monkeypatch, capsys):
+    def collect(keys):
+        return {key: "failed: RuntimeError: it broke" if key[0] == "cuda_ref" else {"sass": 7, "registers": 8} for key in keys}
+
+    for family in (offline.Offline, offline.Instructions):
+        monkeypatch.setattr(family, "collect", staticmethod(collect))
+    out = tmp_path / "figures.json"
+    assert measure.main(["--bench", r"(registers|sass)\w*\(.*'expand', 'sm_80'", "--out", str(out)]) == 1
+    written = json.loads(out.read_text())
+    assert written["failures"] == {f"{name}(cuda_ref, expand, sm_80)": "RuntimeError: it broke"
+                                   for name in ("offline.Offline.track_registers", "offline.Instructions.track_sass_instructions")}
+    assert {row[0][common.all_keys(offline.Offline).index(("numba_verify", "expand", "sm_80"))] for row in written["results"].values()} == {7, 8}
+    assert "failed: RuntimeError" in capsys.readouterr().out
 
 
-def test_the_machine_is_named_by_its_gpu(monkeypatch):
-    tool = bench_tool()
-    monkeypatch.setattr(tool, "query_gpu", lambda: None)
-    assert tool.machine()[0] == "no-gpu"
-    monkeypatch.setattr(tool, "query_gpu", lambda: {"name": "NVIDIA H200", "driver": "580.1", "clock": "1980 MHz", "power": "700 W"})
-    name, details = tool.machine()
-    assert name == "nvidia-h200" and "NVIDIA H200, driver 580.1, SM clock up to 1980 MHz" in details["cpu"]
+def test_prepare_says_why_there_is_nothing_to_do(capsys):
+    if common.gpu_reason():
+        assert measure.main(["--prepare"]) == 0
+        assert capsys.readouterr().out.startswith("nothing to prepare: needs a GPU: ")
 
 
 @pytest.mark.slow
@@ -226,6 +371,8 @@ def test_asv_runs_an_offline_benchmark(tmp_path):
             r"track_warm_ms\('expand'\)",
             "--bench",
             r"track_host_us\('cuda_ref', 'naive'",
+            "--bench",
+            r"track_device_us\('cuda_ref', 'mma', 'b1_kv4096_t16_h64'",
         ],
         env=environment,
         cwd=tmp_path,

@@ -18,8 +18,9 @@ import os
 import re
 
 import pytest
+from support import recorded
 
-from asv_bench.benchmarks import common
+from asv_bench.benchmarks import common, resources
 from numba_verify.backend import WGMMA_ARCH, kernel_sources, mma_sources, wgmma_sources
 from numba_verify.errors import UnsupportedError
 from numba_verify.gpu import driver, sass
@@ -55,7 +56,7 @@ def shipped_variants():
 def mma_variants():
     """(KernelSource, architecture) of the variants of mma, see the module docstring."""
     runs = [(tile, arch) for tile in MMA_TILES for arch in OFFLINE_ARCHITECTURES
-            if tile.shared_bytes(TUNED) <= common.SHARED_BYTES[arch] and (arch == "sm_90a" or tile.registers is None)]
+            if tile.shared_bytes(TUNED) <= resources.SHARED_BYTES[arch] and (arch == "sm_90a" or tile.registers is None)]
     grid = [(TUNED, tile, False, arch) for tile, arch in runs]
     if os.environ.get("NUMBA_VERIFY_ALL_VARIANTS"):
         grid = [(Shape(*layout, dtype), tile, fixed, arch)
@@ -100,7 +101,7 @@ def test_resources_on_tensor_cores(source, arch):
     """The same of mma and wgmma, one block of which fills an SM: its shared memory fits the architecture, and 512 threads share its registers."""
     got = compile_kernel(source, arch).resources
     assert (got.stack_bytes, got.spill_store_bytes, got.spill_load_bytes) == (0, 0, 0), f"{source.variant} {arch}: {got}"
-    assert got.shared_bytes <= common.SHARED_BYTES[arch]
+    assert got.shared_bytes <= resources.SHARED_BYTES[arch]
     assert 0 < got.registers <= SM_REGISTERS // source.threads
     opcodes = opcodes_of(source, arch)
     check_instructions(source.variant, opcodes)
@@ -164,17 +165,23 @@ def test_the_naive_kernel_shares_nothing():
 
 
 @pytest.mark.slow
-def test_registers_beside_the_twin(capsys):
-    """Report only: both implementations side by side. With a GPU its architecture, for which the library is built anyway."""
+def test_registers_beside_the_twin(capsys, tmp_path):
+    """Both implementations side by side, and nothing worse than in the last commit with a record (tools/regressions.py). With a GPU its
+    architecture, for which the library is built anyway."""
     if not common.find_nvcc():
         pytest.skip("no nvcc: the CUDA C twin cannot be compiled here")
     architectures = (driver.device_info(0).arch,) if driver.device_count() else OFFLINE_ARCHITECTURES
-    rows = common.numba_resources(architectures) + common.cuda_ref_resources(architectures)
+    rows = resources.numba_resources(architectures) + resources.cuda_ref_resources(architectures)
     ours, twins = ({(row.kernel, row.arch) for row in rows if row.impl == impl} for impl in common.IMPLEMENTATIONS)
     assert ours == twins, "a kernel of one implementation has no counterpart in the other"
-    assert {kernel for kernel, _ in ours} == set(common.COMPILED)
+    assert {kernel for kernel, _ in ours} == set(resources.COMPILED)
     with capsys.disabled():
-        print("\n" + common.format_resources(rows))
+        print("\n" + resources.format_resources(rows))
+        commit, worse = recorded.worse_than_recorded(rows, tmp_path)
+        print(f"compared with {commit}" if commit else "not compared: no record of these compilers")
+    assert not worse, ("\n".join(f"{change.label}: {change.before:,.4g} -> {change.after:,.4g}" for change in worse)
+                       + f"\nworse than recorded for {commit}. If that is the price of something better: commit it, say so in the message, run "
+                         "`make bench BENCH_ARGS='--bench offline'` and commit the record.")
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------------
@@ -261,7 +268,7 @@ def test_the_tiles_of_mma():
         floats, marks, barriers = 4 * tile.rows * (1 + 4 * tile.groups), 2 * 16, 8 * (tile.full_barriers + tile.blocks)
         counted = (tile.rows + 16 * tile.blocks) * row + weights + floats + marks + barriers
         assert 0 <= tile.shared_bytes(TUNED) - counted <= 256, "cursors and padding"
-        assert tile.shared_bytes(TUNED) <= common.SHARED_BYTES[limit]
+        assert tile.shared_bytes(TUNED) <= resources.SHARED_BYTES[limit]
     assert len(set(map(str, MMA_TILES))) == len(MMA_TILES)
 
 
@@ -281,7 +288,7 @@ def test_arrays_of_mma_do_not_overlap(tile, layout_of_rows):
     (32, "m32k32b9", "m32k32b6", "m32k16b3"), (33, "m64k32b8", "m32k32b6", "m32k16b3"), (100_000, "m64k32b8", "m32k32b6", "m32k16b3")])
 def test_rows_and_device_choose_the_tile_of_mma(rows, h200, a100, sm120):
     for expected, arch in ((h200, "sm_90a"), (a100, "sm_80"), (sm120, "sm_120")):
-        assert str(choose_mma_tile(TUNED, rows, common.SHARED_BYTES[arch], arch == "sm_90a")) == expected
+        assert str(choose_mma_tile(TUNED, rows, resources.SHARED_BYTES[arch], arch == "sm_90a")) == expected
     assert choose_mma_tile(TUNED, rows, 95_000, True) is None
 
 
