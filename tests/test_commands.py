@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import machine
 
+import numba_verify
 from numba_verify import DraftTree, __main__, published
 from numba_verify.commands import accuracy, batches, bench, check, checks, console, env, runners
 from numba_verify.commands.places import HOST
@@ -139,7 +140,7 @@ def test_env_reports_versions_kernels_and_variables(cli, monkeypatch):
     assert found["environment"]["NUMBA_VERIFY_VALIDATE"] == "1"
     can = {(row["implementation"], row["kernel"], row["on"]): row["can run"] for row in found["kernels"]}
     assert can["numba_verify", "reference", "CPU"] == can["numba_verify", "paged", "CPU"] == "yes"
-    assert can["numba_verify", "wgmma", "CPU"].startswith("no: ")
+    assert can["numba_verify", "wgmma", "CPU"] == "yes"
 
 
 def test_env_as_text_has_every_section(cli):
@@ -310,9 +311,11 @@ def test_check_covers_every_kernel(cli):
     assert status == 0, out
     for name in machine.IMPLEMENTATIONS:
         assert all(f"{name} {kernel}: another step in the same plan ..." in out for kernel in machine.KERNELS)
-        # All checks but that of float32, which mma does not take.
+        # All checks but that of float32, which tensor cores do not take.
         counts = {kernel: out.count(f"\n{name} {kernel}: ") for kernel in machine.KERNELS}
-        assert counts["mma"] == counts["paged"] - 1 and f"{name} mma: float32" not in out and f"{name} paged: float32" in out
+        assert f"{name} paged: float32" in out
+        for kernel in machine.TENSOR:
+            assert counts[kernel] == counts["paged"] - 1 and f"{name} {kernel}: float32" not in out
 
 
 @pytest.mark.kernel
@@ -325,10 +328,20 @@ def test_check_fails_and_names_what_failed(cli, monkeypatch):
     assert "FAILED: out: 1 of " in out
 
 
-def test_check_with_nothing_to_run_is_a_failure(cli):
+@pytest.fixture
+def no_wgmma(monkeypatch):
+    """A place where wgmma cannot run: it answers for rows that it does not take."""
+    can_run = numba_verify.can_run
+
+    def answer(kernel, **problem):
+        return can_run(kernel=kernel, **problem, **({"dtype": "float32"} if kernel == "wgmma" else {}))
+
+    monkeypatch.setattr(numba_verify, "can_run", answer)
+
+
+def test_check_with_nothing_to_run_is_a_failure(cli, no_wgmma):
     status, out, _ = cli("check", "--kernel", "wgmma", "--implementation", "numba_verify")
-    if "numba_verify wgmma cannot be used: " not in out:
-        pytest.skip("wgmma can run here")
+    assert "numba_verify wgmma cannot be used: dtype float32: " in out
     assert status == 1 and out.splitlines()[-1].startswith("numba_verify check: FAILED, no kernel can run on ")
 
 
@@ -336,7 +349,7 @@ def test_check_refuses_a_negative_seed(cli):
     assert cli("check", "--seed", "-3")[2] == "numba_verify check: --seed: expected 0 or more, got -3\n"
 
 
-def test_an_implementation_that_cannot_be_used_is_named_and_the_rest_goes_on(monkeypatch):
+def test_an_implementation_that_cannot_be_used_is_named_and_the_rest_goes_on(monkeypatch, no_wgmma):
     def no_compiler(name):
         if name == "cuda_ref":
             raise RuntimeError("no g++ on PATH")

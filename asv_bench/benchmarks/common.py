@@ -27,6 +27,7 @@ IMPLEMENTATIONS = ("numba_verify", "cuda_ref")
 #: Kernels with device figures, in the order in which they are measured. A kernel that a commit does not have reads n/a there.
 KERNELS = (
     "mma",
+    "wgmma",
     "paged",
     "flash",
     "naive",

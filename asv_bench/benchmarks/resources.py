@@ -26,8 +26,9 @@ ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
 #: Shared memory that a block may have, bytes: what decides which tiles of mma run on an architecture.
 SHARED_BYTES = {"sm_80": 166_912, "sm_90a": 232_448, "sm_120": 101_376}
 #: Kernels of the offline figures, at the tuned row layout 512/64 in bfloat16; h16k16: the tile of 16 heads and 16 keys; m64k32b8: of 64 rows and
-#: 32 keys, with 8 blocks in the ring.
+#: 32 keys, with 8 blocks in the ring; wgmma: with the tile that plans take.
 COMPILED = (
+    "wgmma",
     "mma_m64k32b8",
     "mma_m32k32b9",
     "mma_m32k32b6",
@@ -108,12 +109,16 @@ def _numba_resources(name: str, arch: str) -> Resources | None:
 
 
 def _numba_source(name: str, arch: str) -> Any:
-    """The KernelSource of a name in COMPILED; None for a tile of mma that no GPU of the architecture has room or registers for, or that a past
-    commit does not have."""
+    """The KernelSource of a name in COMPILED; None for wgmma where there is none, for a tile of mma that no GPU of the architecture has room or
+    registers for, and for what a past commit does not have."""
     from numba_verify import backend
     from numba_verify.kernels.config import TILE_CONFIGS, Shape
 
     shape, (kernel, _, tile) = Shape(512, 64, "bfloat16"), name.partition("_")
+    if kernel == "wgmma":
+        if not hasattr(backend, "wgmma_sources") or arch != backend.WGMMA_ARCH:
+            return None
+        return backend.wgmma_sources(shape, backend.wgmma_tile(shape, None), False)["wgmma"]
     if kernel == "mma":
         try:
             from numba_verify.kernels.mma_config import MMA_TILES
@@ -129,6 +134,7 @@ def _numba_source(name: str, arch: str) -> Any:
 
 #: How cuda_ref names these kernels, without spaces. `schedule` and `expand` are no templates.
 _TWIN_NAMES = {
+    "wgmma": "wgmma<Bf16,WgmmaTile<48,3,6,168,160,24,2>,Dims<512,64>>",
     "naive": "naive<Bf16,Dims<512,64>>",
     "combine": "combine<Bf16,4>",
     "schedule": "schedule",

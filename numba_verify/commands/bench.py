@@ -18,6 +18,7 @@ from ..bench import CALLS, Workload
 from ..errors import UnsupportedError
 from ..gpu import driver
 from ..kernels.mma_config import MMA_TILES, MmaTile
+from ..kernels.wgmma_config import WGMMA_TILES, WgmmaTile
 from ..shapes import SHAPES, Shape
 from ..timing import Timing, graph_time
 from . import accuracy
@@ -25,6 +26,8 @@ from .console import MAKING_READY, begun, one_line, say, step, table
 from .places import Place, driver_text
 from .runners import GPU_KERNELS, IMPLEMENTATIONS, UNWRITTEN, Runner, describe, find
 
+#: Kernels with tiles that a shape chooses from.
+TILES = {"mma": MMA_TILES, "wgmma": WGMMA_TILES}
 #: Seconds that the replays of one figure may take; a slow kernel is replayed less often, but not less than LEAST_REPLAYS times.
 SECONDS = 5.0
 LEAST_REPLAYS = 5
@@ -38,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", action="append", metavar="SHAPE",
                         help="name or number of a shape (--list), or requests,context,drafts,heads; may be repeated; default: all")
     parser.add_argument("--kernel", action="append", choices=GPU_KERNELS, help="may be repeated; default: all that can run")
-    parser.add_argument("--tile", action="append", choices=[str(tile) for tile in MMA_TILES], default=[],
-                        help="run mma with this tile too (rows, keys a step, blocks of 16 keys in flight); may be repeated")
+    parser.add_argument("--tile", action="append", choices=[str(tile) for tiles in TILES.values() for tile in tiles], default=[],
+                        help="run mma or wgmma with this tile too (rows, keys a step, blocks or slots in flight); may be repeated")
     parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS, help="may be repeated; default: both")
     parser.add_argument("--replays", type=int, default=30, help="graph replays of a figure (default 30; fewer for slow kernels)")
     parser.add_argument("--warm", action="store_true", help="also time with KV warm in L2")
@@ -104,8 +107,8 @@ def bench_shape(shape: Shape, runners: list[Runner], arguments: argparse.Namespa
         say(f"  left out: {one_line(error)}")
         return []
     figures = []
-    tiles = [tile for tile in MMA_TILES if str(tile) in arguments.tile]
-    for runner, tile in [(one, tile) for one in runners for tile in (None, *(tiles if one.kernel == "mma" else ()))]:
+    tiles = {kernel: [tile for tile in some if str(tile) in arguments.tile] for kernel, some in TILES.items()}
+    for runner, tile in [(one, tile) for one in runners for tile in (None, *tiles.get(one.kernel, ()))]:
         figure = {"shape": shape.name, "implementation": runner.implementation, "kernel": runner.kernel,
                   "floor_us": workload.floor_us(), "flop": shape.flop(workload.visible_drafts), "bytes": shape.bytes, "wrong": ""}
         if tile is not None:
@@ -120,7 +123,7 @@ def bench_shape(shape: Shape, runners: list[Runner], arguments: argparse.Namespa
     return figures
 
 
-def measure(workload: Workload, runner: Runner, tile: MmaTile | None, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(workload: Workload, runner: Runner, tile: MmaTile | WgmmaTile | None, arguments: argparse.Namespace) -> dict[str, Any]:
     """Check one runner's result, then time it. The figure of a wrong result says so and holds no time. `tile`: None = the shape chooses."""
     plan = workload.plan(runner.module, runner.kernel, tile)
     out = workload.out.buffer

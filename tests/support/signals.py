@@ -152,7 +152,6 @@ def build_registers(lang, config):
     return kernel
 
 
-<<<<<<< HEAD
 def build_tests(lang, config):
     """Every thread looks at both phases of an mbarrier that is fresh, and again when all have arrived."""
     uint32, u32, tid, pointer, shared_address = lang.uint32, lang.u32, lang.tid_x, lang.pointer, lang.shared_address
@@ -182,18 +181,6 @@ def tests_case():
                 lambda: [np.zeros(BLOCK, np.uint32)], check, shared_bytes=8)
 
 
-def build_prefetch(lang, config):
-    uint64, pointer, f32, tid, prefetch = lang.uint64, lang.pointer, lang.f32, lang.tid_x, lang.prefetch_global_l2
-
-    def kernel(x, y):
-        prefetch(x + uint64(tid()) * uint64(4))
-        pointer(y, f32)[tid()] = pointer(x, f32)[tid()]
-
-    return kernel
-
-
-=======
->>>>>>> compile
 def build_pairs(lang, config):
     uint32, uint64, pointer, f32, tid, put = lang.uint32, lang.uint64, lang.pointer, lang.f32, lang.tid_x, lang.st_global_v2_f32
 
