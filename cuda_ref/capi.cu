@@ -78,14 +78,15 @@ int32_t count_ctas(const Plan& plan, const Device& device) {
     return device.sms * static_cast<int32_t>(max64(1, min64(blocks, device.shared_per_sm / need)));
 }
 
-// Partial results. Otherwise: two a CTA. Deterministic: a request has at most MAX_PIECES pieces in all, and only requests longer than
-// PIECE_KEYS have several a tile, at most ceil(keys / PIECE_KEYS) <= 2 * keys / PIECE_KEYS.
+// Partial results. Otherwise: two a CTA. Deterministic: a request has at most MAX_PIECES pieces in all, and only requests longer than k keys,
+// PIECE_KEYS in whole units, have several a tile, at most ceil(keys / k) <= 2 * keys / k.
 int64_t count_partial_slots(const Plan& plan) {
     const nvr_plan_config& config = plan.config;
     if (!config.deterministic) return 2 * static_cast<int64_t>(plan.ctas);
     const int64_t keys = config.max_kv_entries * config.page_size + config.max_total_q;
     const int64_t tiles = min64(MAX_PIECES / 2, ceil_div(min64(config.max_total_q, NVR_MAX_DRAFT) * plan.row_heads, plan.tile_rows));
-    return min64(min64(config.max_batch, config.max_total_q) * MAX_PIECES, tiles * (2 * keys / PIECE_KEYS));
+    const int64_t piece_keys = PIECE_KEYS / plan.tile_keys * plan.tile_keys;
+    return min64(min64(config.max_batch, config.max_total_q) * MAX_PIECES, tiles * (2 * keys / piece_keys));
 }
 
 // Hands out the arrays of the workspace one after the other; with base NULL only their sizes count.

@@ -171,7 +171,8 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
             // The peaks are decided and written: the group of the next step may go on from them.
             if (!last || ahead > 1) Signal::turn_arrive(row_warp, group);
             Weights<S> weights;
-            weigh<S>(scores, factor, peak, total, rounded, weights);
+            weigh<S>(scores, factor, peak, total, weights);
+            add_rounded<S>(weights, rounded);
             // The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
             Signal::free_sync(group);
             hand_over_weights<S>(weights, alpha, grew, group, w, g, lane);

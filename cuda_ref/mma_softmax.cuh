@@ -49,13 +49,9 @@ __device__ __forceinline__ void find_maxima(Scores<S>& scores, float factor, Row
     }
 }
 
-// Weights, two to a word, and their sums: total as they are, of the lane's keys, for the lse; rounded as the value warps see them, of all keys
-// of the step, to divide by. A weight of 100 may be rounded by 0.2: divided by the exact sum, a row of one large weight would be off by as
-// much.
+// Weights, two to a word, and their sums as they are, of the lane's keys, for the lse.
 template <class S>
-__device__ __forceinline__ void weigh(Scores<S>& scores, float factor, const RowFloats<S>& peak, RowFloats<S>& total, RowFloats<S>& rounded,
-                                      Weights<S>& weights) {
-    using Core = TensorCore<typename S::Element>;
+__device__ __forceinline__ void weigh(Scores<S>& scores, float factor, const RowFloats<S>& peak, RowFloats<S>& total, Weights<S>& weights) {
 #pragma unroll
     for (int i = 0; i < S::LANE_ROWS; ++i) {
         // A row that has seen nothing yet has peak -inf, and -inf - -inf would be NaN: measure from 0 instead.
@@ -65,9 +61,16 @@ __device__ __forceinline__ void weigh(Scores<S>& scores, float factor, const Row
             const float low = ptx::ex2_approx_f32(fmaf(score_at<S>(scores, i, n, 0), factor, below));
             const float high = ptx::ex2_approx_f32(fmaf(score_at<S>(scores, i, n, 1), factor, below));
             total[i] += low + high;
-            weights[i / 2][n][i % 2] = Core::pack(high, low);
+            weights[i / 2][n][i % 2] = TensorCore<typename S::Element>::pack(high, low);
         }
     }
+}
+
+// The sums as the value warps see the weights, of all keys of the step, to divide by. A weight of 100 may be rounded by 0.2: divided by the exact
+// sum, a row of one large weight would be off by as much.
+template <class S>
+__device__ __forceinline__ void add_rounded(const Weights<S>& weights, RowFloats<S>& rounded) {
+    using Core = TensorCore<typename S::Element>;
     // Summed by the tensor cores: weights times ones. Words of two neighbouring 16 x 8 tiles are just the fragment of a 16 x 16 one.
 #pragma unroll
     for (int m = 0; m < S::ROW_TILES; ++m) {

@@ -104,7 +104,9 @@ __device__ __forceinline__ void value(const VerifyParams& params, uint32_t base,
         const Mark mark = *value_mark<V>(piece++);
         walk = mark.walk;
         const PieceAtHand at_hand = {mark.number / V::KEY_BLOCKS % V::GROUPS, (end - mark.number) / V::KEY_BLOCKS, 0, walk.tile * V::ROWS};
-        write_piece<V>(params, mark, at_hand, t, g, column, output);
+        PieceSums<V> sums;
+        read_sums<V>(at_hand, t, g, sums);
+        write_piece<V>(params, mark, at_hand, sums, t, g, column, output);
         // Sums and peaks are read as well now: the groups of the last steps may write those of the next piece, as far as it goes.
         for (uint32_t step = at_hand.count > V::GROUPS ? at_hand.count - V::GROUPS : 0; step < at_hand.count; ++step) {
             if (step + V::GROUPS < walk.left) Signal::free_arrive((at_hand.start + step) % V::GROUPS);

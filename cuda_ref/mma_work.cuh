@@ -36,7 +36,7 @@ template <class Tile>
 __device__ __forceinline__ Split split_of_request(const Plan& plan, const Request& request) {
     const int32_t units = static_cast<int32_t>(units_of_tile<Tile>(request));
     if (request.piece_begin < 0) return {1, units};
-    return split_by_length(request.kv_len, static_cast<int32_t>(tiles_of_request<Tile>(plan, request)), units);
+    return split_by_length(Tile::KEYS, static_cast<int32_t>(tiles_of_request<Tile>(plan, request)), units);
 }
 
 // Past a request's last tile: on to the next request that has one. There is one as long as units are left.

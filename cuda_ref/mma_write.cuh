@@ -65,15 +65,32 @@ __device__ __forceinline__ float inverse_of(const PieceAtHand& piece, uint32_t r
     return total != 0.0f ? 1.0f / total : 0.0f;
 }
 
+// All that the end of a piece reads from shared memory, which may then be used anew: of the lane's rows 1 / sum of the rounded weights, and of row
+// t (peak, sum of the weights by that peak).
+template <class V>
+struct PieceSums {
+    float inverses[V::LANE_ROWS];
+    float2 statistics;
+};
+
+// t: thread of the role; g: the lane's first row in the tile.
+template <class V>
+__device__ __forceinline__ void read_sums(const PieceAtHand& piece, uint32_t t, uint32_t g, PieceSums<V>& sums) {
+#pragma unroll
+    for (int i = 0; i < V::LANE_ROWS; ++i) sums.inverses[i] = inverse_of<V>(piece, g + 8 * i);
+    sums.statistics = {0.0f, 0.0f};
+    if (t < V::ROWS) sums.statistics = statistics_of<V>(V::TOTALS, piece, t);
+}
+
 // Rows of out that are complete. column: the lane's first.
 template <class V>
-__device__ __forceinline__ void finish(const VerifyParams& params, const Request& request, const PieceAtHand& piece, uint32_t g, uint32_t column,
-                                       Output<V>& output) {
+__device__ __forceinline__ void finish(const VerifyParams& params, const Request& request, const PieceAtHand& piece, const PieceSums<V>& sums,
+                                       uint32_t g, uint32_t column, Output<V>& output) {
     const nvr_tensors& tensors = params.tensors;
     const uint32_t heads = params.plan.row_heads, valid = tokens_there(params, request) * heads;
 #pragma unroll
     for (int i = 0; i < V::LANE_ROWS; ++i) {
-        const float inverse = inverse_of<V>(piece, g + 8 * i);
+        const float inverse = sums.inverses[i];
         const uint32_t flat = piece.first + g + 8 * i, token = flat / heads, head = flat - token * heads;
         if (flat >= valid) continue;
         uint16_t* out = static_cast<uint16_t*>(tensors.out) + (request.q_begin + token) * tensors.out_row_stride +
@@ -88,10 +105,10 @@ __device__ __forceinline__ void finish(const VerifyParams& params, const Request
 
 // A part of a tile, to its partial slot.
 template <class V>
-__device__ __forceinline__ void save(const Plan& plan, int64_t slot, const PieceAtHand& piece, uint32_t g, uint32_t column, Output<V>& output) {
+__device__ __forceinline__ void save(const Plan& plan, int64_t slot, const PieceSums<V>& sums, uint32_t g, uint32_t column, Output<V>& output) {
 #pragma unroll
     for (int i = 0; i < V::LANE_ROWS; ++i) {
-        const float inverse = inverse_of<V>(piece, g + 8 * i);
+        const float inverse = sums.inverses[i];
         float2* out = reinterpret_cast<float2*>(plan.workspace.partial_out + (slot * V::ROWS + g + 8 * i) * V::latent + column);
 #pragma unroll
         for (int n = 0; n < V::COLUMN_TILES; ++n) {
@@ -112,8 +129,7 @@ __device__ __forceinline__ uint32_t slot_of_walk(const Plan& plan, const Walk& w
 // One thread's row of the piece: its sum and peak to lse, or to the statistics of the partial.
 template <class V>
 __device__ __forceinline__ void write_statistics(const VerifyParams& params, const Request& request, bool whole, int64_t slot,
-                                                 const PieceAtHand& piece, uint32_t row) {
-    const float2 statistics = statistics_of<V>(V::TOTALS, piece, row);
+                                                 const PieceAtHand& piece, float2 statistics, uint32_t row) {
     if (!whole) {
         params.plan.workspace.statistics[slot * V::ROWS + row] = statistics;
         return;
@@ -126,15 +142,15 @@ __device__ __forceinline__ void write_statistics(const VerifyParams& params, con
 
 // All of a piece. mark: where it began, and its partial slot, should it need one; t: thread of the role; g, column: the lane's first in the tile.
 template <class V>
-__device__ __forceinline__ void write_piece(const VerifyParams& params, const Mark& mark, const PieceAtHand& piece, uint32_t t, uint32_t g,
-                                            uint32_t column, Output<V>& output) {
+__device__ __forceinline__ void write_piece(const VerifyParams& params, const Mark& mark, const PieceAtHand& piece, const PieceSums<V>& sums,
+                                            uint32_t t, uint32_t g, uint32_t column, Output<V>& output) {
     const Request& request = request_of(params.plan, mark.walk);
     const bool whole = mark.walk.unit == 0 && piece.count == units_of_tile<V>(request);
-    if (t < V::ROWS) write_statistics<V>(params, request, whole, mark.slot, piece, t);
+    if (t < V::ROWS) write_statistics<V>(params, request, whole, mark.slot, piece, sums.statistics, t);
     if (whole) {
-        finish<V>(params, request, piece, g, column, output);
+        finish<V>(params, request, piece, sums, g, column, output);
     } else {
-        save<V>(params.plan, mark.slot, piece, g, column, output);
+        save<V>(params.plan, mark.slot, sums, g, column, output);
     }
 }
 

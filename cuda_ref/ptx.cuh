@@ -76,6 +76,21 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t address, uint32_t parity)
 #endif
 }
 
+// "mbarrier.test_wait": whether the phase of that parity has completed, as mbarrier_wait counts. Does not wait.
+__device__ __forceinline__ bool mbarrier_test(uint32_t address, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred completed;\n"
+        "mbarrier.test_wait.parity.shared.b64 completed, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, completed;\n"
+        "}"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 // --- asynchronous copies: "Data Movement and Conversion Instructions: Asynchronous copy" ---------------------------------------------
 
 // "cp.async": starts to copy 16 aligned bytes; they may be read only after commit and wait_group, or after the mbarrier phase.

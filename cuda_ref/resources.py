@@ -33,7 +33,7 @@ _TILE = re.compile(r"(flash|paged|mma|wgmma)<\w+, (?:Mma|Wgmma)?Tile<([\d, ]+)>,
 # Template arguments of the tiles -> nvr_tile_config, nvr_mma_tile, number of WgmmaTiles.
 _TILES = {"8, 16": 1, "16, 16": 2, "8, 32": 3,
           "64, 32, 8, 2": 1, "32, 32, 9, 1": 2, "32, 32, 6, 1": 3, "32, 16, 3, 2": 4, "16, 32, 11, 1": 5, "16, 32, 7, 1": 6, "16, 16, 4, 1": 7,
-          "48, 3, 6, 168, 160, 24, 0": 1}
+          "48, 3, 6, 168, 160, 24, 2": 1}
 # Registers below which a kernel of mma or wgmma does nothing but trap: no GPU of the architecture has room for its tile, or none has its
 # instructions (is_compiled in mma.cuh, is_wgmma_compiled in wgmma.cuh).
 _LEAST_OF_MMA = 16

@@ -58,7 +58,7 @@ __device__ Line write_requests(const UpdateParams& params, Line* of_warps) {
         const int32_t blocks = blocks_of(plan, request);
         int64_t slots = tiles;
         if (plan.config.deterministic) {
-            const Split split = split_by_length(request.kv_len, tiles, blocks);
+            const Split split = split_by_length(plan.tile_keys, tiles, blocks);
             slots = split.pieces > 1 ? static_cast<int64_t>(tiles) * split.pieces : 0;
         }
         const Line before = block_scan(

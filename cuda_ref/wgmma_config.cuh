@@ -8,7 +8,8 @@ namespace nvr {
 
 // 64 query rows (draft token x head) meet KEYS keys a step; SLOTS slots of KEYS KV rows in the ring. Q_SEGMENTS: segments (64 dims) of Q that the
 // score warps keep in registers, 16 a thread each; the others lie in shared memory. *_REGISTERS: a thread's, by role (setmaxnreg). DELAYED: value
-// warpgroups that begin a step only when the next one has been scored, so that the tensor cores have work while its softmax is made.
+// warpgroups that begin a step only when the next one has been scored (if its keys are there), so that the tensor cores have work while its softmax
+// is made.
 template <int KEYS_, int SLOTS_, int Q_SEGMENTS_, int SCORE_REGISTERS_, int VALUE_REGISTERS_, int PRODUCER_REGISTERS_, int DELAYED_ = 0>
 struct WgmmaTile {
     static constexpr int ROWS = 64;  // the m extent of wgmma
@@ -21,7 +22,7 @@ struct WgmmaTile {
 // The tiles, in the order in which the default looks for one that fits. At 512/64 the first takes 193344 of the 232448 B that a block may have.
 // Registers: 128 of a value thread's are O, and ptxas keeps 24 below the operands of wgmma; 6 segments of Q take 96 of a score thread's.
 #ifndef NVR_WGMMA_TILES  // tests, and who looks for a faster one, compile others
-#define NVR_WGMMA_TILES WgmmaTile<48, 3, 6, 168, 160, 24>
+#define NVR_WGMMA_TILES WgmmaTile<48, 3, 6, 168, 160, 24, 2>
 #endif
 using WgmmaTiles = TypeList<NVR_WGMMA_TILES>;
 
@@ -59,6 +60,7 @@ struct Layout : Tile, RowDims {
     // The sums of a piece stay until the value warps have read them, and only then give back the slot of the piece's last step. Two pieces on, at
     // the earliest, the same place is written: by then at least this many slots have come and gone.
     static_assert(2 <= Tile::SLOTS && Tile::SLOTS <= SUM_PLACES * (Tile::Q_SLOTS + 1), "sums must not be written before they are read");
+    static_assert(Tile::Q_SEGMENTS >= 1, "the first product, which begins the sums, is one of Q in registers");
     static_assert(0 <= Tile::DELAYED && Tile::DELAYED <= VALUE_GROUPS, "value warpgroups that wait");
     static_assert(Tile::SCORE_REGISTERS + VALUE_GROUPS * Tile::VALUE_REGISTERS + Tile::PRODUCER_REGISTERS <= 65536 / WARPGROUP,
                   "an SM has 65536 registers");

@@ -45,21 +45,22 @@ __device__ __forceinline__ void produce(const VerifyParams& params, uint32_t bas
     const Plan& plan = params.plan;
     const uint32_t row = t / THREADS_PER_ROW, target = base + C::RING + row_offset<C>(row, t % THREADS_PER_ROW);
     uint32_t number = 0;  // of the next slot
-    Walk walk = begin_walk(plan);
+    Walk walk = begin_share(plan);
     while (walk.left != 0) {
         find_tile<C>(plan, &walk);
         const Request& request = request_of(plan, walk);
         // Uniform what can be, and worked out again what can be: a producer has 24 registers.
         const uint32_t rows = tokens_there(params, request) * plan.row_heads;
-        fetch_queries<C>(params, base, target, number, opaque(t), walk.tile * C::ROWS, rows, request.q_begin);
-        number += C::Q_SLOTS;
         const uint32_t kv_len = uniform(static_cast<uint32_t>(request.kv_len));
         const uint32_t pooled = plan.config.draft_in_cache ? kv_len : static_cast<uint32_t>(request.prefix);
         const uint32_t slot0 = uniform(static_cast<uint32_t>(request.slot_begin)), draft0 = uniform(static_cast<uint32_t>(request.q_begin));
-        const uint32_t steps = piece_length<C>(plan, walk), end = uniform(number + steps);
         uint32_t key = walk.unit * C::KEYS + row;
         uint32_t found[PASSES];
         find_slots(plan.workspace.slots, slot0, key, pooled, found);
+        // While these are on their way.
+        fetch_queries<C>(params, base, target, number, opaque(t), walk.tile * C::ROWS, rows, request.q_begin);
+        number += C::Q_SLOTS;
+        const uint32_t steps = piece_length<C>(plan, walk), end = uniform(number + steps);
         go_on<C>(plan, steps, &walk);
 #pragma unroll 1
         for (; number != end; ++number) {

@@ -42,9 +42,14 @@ __device__ __forceinline__ void take_queries(uint32_t base, uint32_t number, uin
         // Rows stay where they are modulo 8, so the swizzle stays.
         const uint32_t* source = shared_array<uint32_t>(start + s * S::SEGMENT_PITCH + row * S::ROW_PITCH) + lane;
         uint32_t* target = shared_array<uint32_t>(S::Q + ((s - S::HELD) * S::ROWS + first) * SEGMENT_BYTES) + lane;
-        for (int i = 0; i < S::WARP_ROWS; ++i) target[i * ROW_WORDS] = source[i * ROW_WORDS];
+        // All at once: the compiler would not move a load before the store that it cannot tell apart.
+        uint32_t moved[S::WARP_ROWS];
+#pragma unroll
+        for (int i = 0; i < S::WARP_ROWS; ++i) moved[i] = source[i * ROW_WORDS];
+#pragma unroll
+        for (int i = 0; i < S::WARP_ROWS; ++i) target[i * ROW_WORDS] = moved[i];
     }
-    // All lanes have read their part of Q.
+    // All lanes have read their part of Q; and, before this piece, the mark that is put down anew.
     __syncwarp();
     if (lane != 0) return;
     // Arrivals that value warps make at other slots: they have no use for Q.
@@ -53,16 +58,19 @@ __device__ __forceinline__ void take_queries(uint32_t base, uint32_t number, uin
     }
 }
 
-// scores = 64 rows times the keys of a step, over all of a row's dims. k_at: of the step's slot.
+// Rows of Q or keys. K-major, 128-byte swizzle: 8 rows are 1024 bytes; a k step is 32 bytes further.
+using Rows = Operand<16, PATTERN_BYTES, 128>;
+
+// scores = 64 rows times the keys of a step, over all of a row's dims, but for what wgmma_wait<0>(scores) waits for. q_rest: where that part of Q
+// starts which is in shared memory; k: where the step's slot does. Returns when the last segment is left.
 template <class S>
-__device__ __forceinline__ void multiply_keys(uint32_t base, uint32_t k_at, const Queries<S>& q, Scores<S>& scores) {
-    // K-major, 128-byte swizzle: 8 rows are 1024 bytes; a k step is 32 bytes further.
-    using Rows = Operand<16, PATTERN_BYTES, 128>;
-    const Rows k(k_at), q_rest(base + S::Q);
-    // The scores of the step before have been read: their registers are overwritten now.
+__device__ __forceinline__ void begin_products(const Queries<S>& q, const Rows& q_rest, const Rows& k, Scores<S>& scores) {
+    // The last segment is a group of its own: when the others are done, whoever waits for the tensor cores may line up behind it. The scores of
+    // the step before have been read: their registers are overwritten now.
     ptx::wgmma_fence();
 #pragma unroll
     for (int s = 0; s < S::SEGMENTS; ++s) {
+        if (s == S::SEGMENTS - 1) ptx::wgmma_commit();
 #pragma unroll
         for (int i = 0; i < SEGMENT_STEPS; ++i) {
             const uint64_t keys = k.at(s * S::SEGMENT_PITCH + 32 * i);
@@ -75,7 +83,7 @@ __device__ __forceinline__ void multiply_keys(uint32_t base, uint32_t k_at, cons
         }
     }
     ptx::wgmma_commit();
-    ptx::wgmma_wait<0>(scores);
+    ptx::wgmma_wait<1>();
 }
 
 // The peaks follow where a row outgrew them, and the sums the peaks. Whether a lane's output has to be rescaled.
@@ -150,18 +158,17 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
     using S = ScoreShape<C>;
     const Plan& plan = params.plan;
     uint32_t number = 0, piece = 0;  // number: of the next slot
-    Walk walk = begin_walk(plan);
+    const Rows q_rest(base + S::Q);
+    Walk walk = begin_share(plan);
     while (walk.left != 0) {
         find_tile<S>(plan, &walk);
         uint32_t count = piece_length<S>(plan, walk);
         const uint32_t prefix = static_cast<uint32_t>(request_of(plan, walk).prefix);
         Queries<S> q;
         take_queries<S>(base, number, t / WARP, t % WARP, q);
-        // This warp's part of Q is written: products read it by the other proxy.
-        ptx::fence_proxy_async();
         number += S::Q_SLOTS;
         if (t % WARP == 0) *mark_of<S>(t / WARP) = {walk, number, 0};
-        // So is that of every warp: a product belongs to all four.
+        // Q is where it belongs, the part of every warp: a product belongs to all four.
         score_sync();
         RowFloats<S> peak, total, rounded;
 #pragma unroll
@@ -172,47 +179,51 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
         uint32_t key0 = walk.unit * S::KEYS;
 #pragma unroll 1
         for (; count != 0; --count) {
-            const uint32_t slot = place_of<S::SLOTS>(number);
-            // The step's keys, copied by the producers, have landed; to a product that is the other proxy.
-            ptx::mbarrier_wait(barrier_at<S::FULL>(base, slot), phase_of<S::SLOTS>(number));
-            ptx::fence_proxy_async();
-            Scores<S> scores;
-            multiply_keys<S>(base, base + S::RING + slot * S::BLOCK_BYTES, q, scores);
-            // Worked out again: what is known before the products takes registers from Q.
-            const uint32_t here = opaque(t), w = here / WARP, lane = here % WARP, place = place_of<S::SLOTS>(opaque(number));
-            // This warp's scores are there: value warps that wait for it may use the tensor cores.
-            if (S::DELAYED > 0 && lane == 0) ptx::mbarrier_arrive(barrier_at<S::SCORED>(base, place));
-            const uint32_t row = w * S::WARP_ROWS + lane / 4;
             const bool masked = key0 + S::KEYS > prefix;
             Seen<S> seen;
             if (masked) {
-                // Looked up here, in the few steps that want it: it would live through all the others.
-                const Walk at = mark_of<S>(w)->walk;
-                look<S>(plan, request_of(plan, at), key0, at.tile * S::ROWS + row, lane, seen);
-                clear_poison<S>(scores, seen, w, lane, number, key0, prefix);
+                // Where the request is, is looked up in the few steps that want it: it would live through all the others.
+                const Walk at = mark_of<S>(t / WARP)->walk;
+                look<S>(plan, request_of(plan, at), key0, at.tile * S::ROWS + t / WARP * S::WARP_ROWS + t % WARP / 4, t % WARP, seen);
             }
+            const uint32_t slot = place_of<S::SLOTS>(number);
+            const Rows k(base + S::RING + slot * S::BLOCK_BYTES);
+            // The step's keys, copied by the producers, have landed; products read them, and Q, by the other proxy.
+            ptx::mbarrier_wait(barrier_at<S::FULL>(base, slot), phase_of<S::SLOTS>(number));
+            ptx::fence_proxy_async();
+            Scores<S> scores;
+            begin_products<S>(q, q_rest, k, scores);
+            // Worked out again: what is known before the products takes registers from Q.
+            const uint32_t here = opaque(t), w = here / WARP, lane = here % WARP, place = place_of<S::SLOTS>(opaque(number));
+            // All but the last products of this warp are done: value warps that wait for it may use the tensor cores after those.
+            if (S::DELAYED > 0 && lane == 0) ptx::mbarrier_arrive(barrier_at<S::SCORED>(base, place));
+            ptx::wgmma_wait<0>(scores);
+            if (masked) clear_poison<S>(scores, seen, w, lane, number, key0, prefix);
             float factor = to_log2<S>(params.tensors, scores);
             if (masked) factor = hide<S>(scores, seen, factor);
             RowFloats<S> maxima, alpha;
             find_maxima<S>(scores, factor, maxima);
             const uint32_t grew = __ballot_sync(ALL_LANES, move_peaks<S>(maxima, peak, total, rounded, alpha));
             Weights<S> weights;
-            weigh<S>(scores, factor, peak, total, rounded, weights);
+            weigh<S>(scores, factor, peak, total, weights);
             // All score warps have read the step's keys: the weights may take the place of the last of their dims.
             score_sync();
             hand_over_weights<S>(weights, alpha, grew, place, w, lane);
-            if (count == 1) hand_over_sums<S>(total, rounded, peak, piece, row, lane);
-            // What this lane wrote, the products of the value warps read by the other proxy; and all lanes of the warp have written.
-            ptx::fence_proxy_async();
+            const bool last = count == 1;
+            if (last) {
+                add_rounded<S>(weights, rounded);
+                hand_over_sums<S>(total, rounded, peak, piece, w * S::WARP_ROWS + lane / 4, lane);
+            }
+            // All lanes have written their weights, factors and, at the end of a piece, sums.
             __syncwarp();
-            // Weights, factors and, at the end of a piece, sums of this warp are written.
+            // The value warps may read them, when those of all warps are there.
             if (lane == 0) ptx::mbarrier_arrive(barrier_at<S::READY>(base, place));
+            // After the value warps were told: nobody waits for these products.
+            if (!last) add_rounded<S>(weights, rounded);
             key0 += S::KEYS;
             ++number;
         }
         walk = mark_of<S>(t / WARP)->walk;
-        // All lanes have picked it up before the next one is put down.
-        __syncwarp();
         go_on<S>(plan, piece_length<S>(plan, walk), &walk);
         ++piece;
     }

@@ -23,13 +23,17 @@ struct ValueShape : C {
     static_assert(COLUMNS % WIDTH == 0 && WIDTH % SEGMENT_DIMS == 0, "whole segments");
 };
 
-// output += P V for the keys of a step. weights_at, values_at: where the step's weights are, and the values of the warpgroup's first column.
+// Weights: core matrices of 8 rows x 8 keys, 128 bytes each, one after the other along the keys.
 template <class V>
-__device__ __forceinline__ void add_step(uint32_t weights_at, uint32_t values_at, Output<V>& output) {
-    // Weights: core matrices of 8 rows x 8 keys, 128 bytes each, one after the other along the keys.
-    const Operand<128, V::KEYS / 8 * 128, 0> weights(weights_at);
-    // Values: MN-major, 64 columns are a segment of the slot, 8 keys are 1024 bytes.
-    const Operand<V::SEGMENT_PITCH, PATTERN_BYTES, 128> values(values_at);
+using WeightRows = Operand<128, V::KEYS / 8 * 128, 0>;
+
+// Values: MN-major, 64 columns are a segment of the slot, 8 keys are 1024 bytes.
+template <class V>
+using ValueColumns = Operand<V::SEGMENT_PITCH, PATTERN_BYTES, 128>;
+
+// output += P V for the keys of a step. values: from the warpgroup's first column on.
+template <class V>
+__device__ __forceinline__ void add_step(const WeightRows<V>& weights, const ValueColumns<V>& values, Output<V>& output) {
     // The output was cleared or rescaled.
     ptx::wgmma_fence();
 #pragma unroll
@@ -59,7 +63,7 @@ __device__ __forceinline__ void value(const VerifyParams& params, uint32_t base,
     const Plan& plan = params.plan;
     // number: of the next slot. parities: bit k is that of the phase of slot k's barrier `ready` that comes next. Q passes through slots without one.
     uint32_t number = 0, piece = 0, parities = 0;
-    Walk walk = begin_walk(plan);
+    Walk walk = begin_share(plan);
     while (walk.left != 0) {
         find_tile<V>(plan, &walk);
         const uint32_t end = number + V::Q_SLOTS + piece_length<V>(plan, walk);
@@ -72,19 +76,23 @@ __device__ __forceinline__ void value(const VerifyParams& params, uint32_t base,
             // Worked out in every step: what lives through them takes registers from the output.
             const uint32_t here = opaque(t), lane = here % WARP, part = here / WARPGROUP, w = here / WARP % SCORE_WARPS;
             const uint32_t place = place_of<V::SLOTS>(number);
-            // The weights of this step, and with them the keys they belong to, are there; to a product that is the other proxy.
+            // The weights of this step, and with them the keys they belong to, are there; products read both by the other proxy.
             ptx::mbarrier_wait(barrier_at<V::READY>(base, place), parities >> place & 1);
             ptx::fence_proxy_async();
             parities ^= 1u << place;
-            if (part >= VALUE_GROUPS - V::DELAYED && number + 1 != end) {
-                // The next step of the piece is scored. (Of another piece it might wait for the slot that is held here.) Its barrier was in the phase
-                // before when its slot was ready last, which this warp has seen.
-                const uint32_t following = place_of<V::SLOTS>(number + 1);
-                ptx::mbarrier_wait(barrier_at<V::SCORED>(base, following), parities >> following & 1);
-            }
             if (shared_array<uint32_t>(V::FLAGS)[place * SCORE_WARPS + w] != 0) rescale<V>(output, place * V::ROWS + w * 16 + lane / 4);
-            add_step<V>(base + V::WEIGHTS + place * V::WEIGHTS_PITCH,
-                        base + V::RING + place * V::BLOCK_BYTES + part * (V::COLUMNS / SEGMENT_DIMS) * V::SEGMENT_PITCH, output);
+            const WeightRows<V> weights(base + V::WEIGHTS + place * V::WEIGHTS_PITCH);
+            const ValueColumns<V> values(base + V::RING + place * V::BLOCK_BYTES + part * (V::COLUMNS / SEGMENT_DIMS) * V::SEGMENT_PITCH);
+            if (part + V::DELAYED >= VALUE_GROUPS && number + 1 != end) {
+                // The next step of the piece is scored first, so that the tensor cores have work while its softmax is made; but only if its keys are
+                // there, or they would have none until then. (A step of another piece might wait for the slot that is held here.)
+                const uint32_t there = place_of<V::SLOTS>(number + 1);
+                if (ptx::mbarrier_test(barrier_at<V::FULL>(base, there), phase_of<V::SLOTS>(number + 1))) {
+                    // Its barrier was in the phase before when its slot was ready last, which this warp has seen.
+                    ptx::mbarrier_wait(barrier_at<V::SCORED>(base, there), parities >> there & 1);
+                }
+            }
+            add_step<V>(weights, values, output);
             ++number;
             if (number != end) release<V>(base, place, lane);
         }
@@ -95,9 +103,11 @@ __device__ __forceinline__ void value(const VerifyParams& params, uint32_t base,
         walk = mark.walk;
         const PieceAtHand at_hand = {0, end - mark.number - V::Q_SLOTS, piece % SUM_PLACES * V::ROWS, walk.tile * V::ROWS};
         const uint32_t row = here / WARP % SCORE_WARPS * 16 + lane / 4, column = here / WARPGROUP * V::COLUMNS + 2 * (lane % 4);
-        write_piece<V>(params, mark, at_hand, here, row, column, output);
-        // Only now, with the sums read: see Layout. It holds for the mark too.
+        PieceSums<V> sums;
+        read_sums<V>(at_hand, here, row, sums);
+        // Only now, with the sums read: see Layout. The mark may be put down anew as well.
         release<V>(base, place_of<V::SLOTS>(end - 1), lane);
+        write_piece<V>(params, mark, at_hand, sums, here, row, column, output);
         go_on<V>(plan, at_hand.count, &walk);
         ++piece;
     }

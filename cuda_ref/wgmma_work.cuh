@@ -30,6 +30,31 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
     return x;
 }
 
+// Global memory that is read soon begins to travel. Nothing waits for it; a load without a use ptxas would leave out.
+__device__ __forceinline__ void touch(const void* address) {
+#ifdef __CUDACC__
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+#else
+    (void)address;
+#endif
+}
+
+// begin_walk, and the request's row of the table is fetched with it. All at once (volatile): ptxas would put each load where it is used first, one
+// memory latency after the other, before the first copy can start.
+__device__ __forceinline__ Walk begin_share(const Plan& plan) {
+    const volatile Cursor* start = plan.workspace.starts + blockIdx.x;
+    const int64_t begin = start[0].unit, end = start[1].unit;
+    const int32_t request = start[0].request, tile = start[0].tile, unit = start[0].block;
+    const Walk walk = {static_cast<uint32_t>(request), static_cast<uint32_t>(tile), static_cast<uint32_t>(unit), static_cast<uint32_t>(end - begin)};
+    if (walk.left != 0) {
+        // Each half of the row, which is 64 bytes: two sectors of the cache.
+        const Request& row = request_of(plan, walk);
+        touch(&row.q_len);
+        touch(&row.slot_begin);
+    }
+    return walk;
+}
+
 // What is the same in all lanes, from lane 0, so that ptxas knows it and may keep it in a uniform register.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ALL_LANES, x, 0); }
 

@@ -15,9 +15,9 @@
 
 namespace nvr {
 
-// Deterministic split: about this many keys a piece, and at most this many pieces a request. 128 is about the number of SMs, so one
-// request alone still fills a GPU.
-constexpr int64_t PIECE_KEYS = 1024;
+// Deterministic split: this many keys a piece at least, less what is no whole unit, and at most this many pieces a request. 128 is about the
+// number of SMs, so one request alone still fills a GPU.
+constexpr int32_t PIECE_KEYS = 1024;
 constexpr int32_t MAX_PIECES = 128;
 
 // Pieces up to which combine merges a whole row of a tile at a time, and not 32 columns of it.
@@ -40,9 +40,10 @@ __host__ __device__ inline int32_t blocks_of(const Plan& plan, const Request& re
     return blocks > 1 ? blocks : 1;
 }
 
-__host__ __device__ inline Split split_by_length(int64_t kv_len, int32_t tiles, int32_t blocks) {
-    const int32_t most = tiles > 1 ? MAX_PIECES / tiles : MAX_PIECES;
-    const int32_t wanted = static_cast<int32_t>(max64(1, min64(ceil_div(kv_len, PIECE_KEYS), most)));
+// tile_keys: of a unit.
+__host__ __device__ inline Split split_by_length(int32_t tile_keys, int32_t tiles, int32_t blocks) {
+    const int32_t piece_blocks = PIECE_KEYS / tile_keys, pieces = (blocks + piece_blocks - 1) / piece_blocks;
+    const int32_t most = tiles > 1 ? MAX_PIECES / tiles : MAX_PIECES, fewer = pieces < most ? pieces : most, wanted = fewer > 1 ? fewer : 1;
     const int32_t length = (blocks + wanted - 1) / wanted;
     return {(blocks + length - 1) / length, length};
 }
@@ -51,7 +52,7 @@ __host__ __device__ inline Split split_by_length(int64_t kv_len, int32_t tiles, 
 __device__ inline Split split_of(const Plan& plan, const Request& request) {
     const int32_t blocks = blocks_of(plan, request);
     if (request.piece_begin < 0) return {1, blocks};
-    return split_by_length(request.kv_len, tiles_of(plan, request), blocks);
+    return split_by_length(plan.tile_keys, tiles_of(plan, request), blocks);
 }
 
 // Slot of piece k of a tile whose piece 0 is in slot `first`. Not deterministic: CTA p has slot 2p for the end of a tile that others began

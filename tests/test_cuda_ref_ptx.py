@@ -139,6 +139,13 @@ def test_mbarrier_parity(unit):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_mbarrier_looked_at(unit, seed):
+    """A fresh barrier counts as one after a phase of parity 1; then phase 0 is complete. What was found landed is there."""
+    given = np.arange(1, 5, dtype=np.int32)
+    np.testing.assert_array_equal(unit("look", given, 68, np.int32, seed), [*(0b0110,) * 64, *given])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ring_of_copies(unit, seed):
     """Producers and consumers seven times around a ring of three blocks."""
     blocks = np.random.default_rng(4).integers(0, 256, (22, 2048), np.uint8)
@@ -244,6 +251,9 @@ BAD_KERNELS = {
     "mbarrier misaligned": ("ptx::mbarrier_init(base + 4, 1);", "mbarrier_init: shared address 1028 is no multiple of 8"),
     "parity that counts on": (
         "if (t == 0) { ptx::mbarrier_init(base, 1); ptx::mbarrier_wait(base, 2); }", "expected parity 0 or 1, got 2"),
+    "look at a parity that counts on": (
+        "if (t == 0) { ptx::mbarrier_init(base, 1); ptx::mbarrier_test(base, 2); }", "mbarrier_test: expected parity 0 or 1, got 2"),
+    "look at an mbarrier of nobody": ("ptx::mbarrier_test(base + 64, 0);", "mbarrier_test: no mbarrier at byte 64 of shared memory"),
     "half a warp at ldmatrix": ("if (t < 16) ptx::ldmatrix_x4(r, base);", "16 for the rest of their warp"),
     "two instructions in a warp": (
         "if (t % 2) ptx::ldmatrix_x4(r, base); else ptx::ldmatrix_x4_trans(r, base);",
@@ -356,11 +366,13 @@ def test_assembles(tmp_path, arch):
     text = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
     always = ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "f32.bf16.bf16.f32", "f32.f16.f16.f32",
               "cp.async.cg.shared.global.L2::128B", "cp.async.commit_group", "cp.async.wait_group 2",
-              "cp.async.mbarrier.arrive.noinc.shared.b64", "mbarrier.init.shared.b64", "mbarrier.arrive.shared.b64", "bar.sync 2, 384",
-              "bar.arrive 3, 384", "cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32", "ex2.approx.ftz.f32", "lg2.approx.f32")  # fmt: skip
+              "cp.async.mbarrier.arrive.noinc.shared.b64", "mbarrier.init.shared.b64", "mbarrier.arrive.shared.b64",
+              "mbarrier.test_wait.parity.shared.b64", "bar.sync 2, 384", "bar.arrive 3, 384", "cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32",
+              "ex2.approx.ftz.f32", "lg2.approx.f32")  # fmt: skip
     assert [name for name in always if name not in text] == []
     suspends = arch != "80"
-    assert ("mbarrier.try_wait.parity" in text, "mbarrier.test_wait.parity" in text) == (suspends, not suspends)
+    waits = re.findall(r"mbarrier\.(\w+)\.parity[^;]*;\s*@!completed bra again", text)
+    assert set(waits) == {"try_wait" if suspends else "test_wait"}
     assert ("mbarrier.arrive.shared.b64 state, [%r1], %r2" in re.sub(r"%r\d+\], %r\d+", "%r1], %r2", text)) == suspends
     assert ("fence.proxy.async.shared::cta" in text) == suspends
     hopper = ("setmaxnreg.dec.sync.aligned.u32 40", "wgmma.fence.sync.aligned", "wgmma.commit_group.sync.aligned", "wgmma.wait_group.sync.aligned 1",

@@ -145,6 +145,7 @@ def test_products_follow_each_other(tmp_path):
         between = [code[first + 1:last] for first, last in itertools.pairwise(places)]
         # Behind the first there may be something that needs no result of them.
         assert all(len(names) <= 4 and all(name.startswith(("U", "R2UR")) for name in names) for names in between[1:]), between
-    # A wait for each array of accumulators, of which the scores are one and the output two, and none that ptxas put in.
+    # A wait for each array of accumulators, of which the scores are one and the output two, one for all segments of the scores but the last, and
+    # none that ptxas put in.
     waits = [name for name in code if name.startswith("WARPGROUP.DEPBAR")]
-    assert len(waits) == 3
+    assert len(waits) == 4

@@ -2,7 +2,7 @@
 //
 // A copy is read at once but lands when somebody is entitled to see it, and its target is NaN (and poisoned for AddressSanitizer) from the
 // start: whoever reads too early, or has not yet read what lay there before, gets NaN. A phase that only landing copies keep from ending
-// stays open until somebody waits for it.
+// stays open until somebody waits or looks for it.
 //
 // An mbarrier's 8 bytes of shared memory hold a mark and its number in Block::mbarriers, so that one that was not initialised, or that the
 // kernel wrote over, is seen.
@@ -82,6 +82,16 @@ void complete_if_seen(Mbarrier* barrier) {
     if (can_complete(*barrier) && (barrier->promised.empty() || barrier->waiters != 0)) complete(barrier);
 }
 
+// Whether the phase of that parity has ended. One that only landing copies keep from it ends now.
+bool is_complete(uint32_t address, uint32_t parity, const char* instruction) {
+    if (parity > 1) give_up("%s: expected parity 0 or 1, got %u", instruction, parity);
+    Mbarrier& barrier = mbarrier_at(address, instruction);
+    if ((barrier.phase & 1) != parity) return true;
+    if (!can_complete(barrier)) return false;
+    complete(&barrier);
+    return true;
+}
+
 }  // namespace
 
 void begin_copy(uint32_t shared_address, const void* source, uint32_t source_bytes) {
@@ -130,15 +140,11 @@ void mbarrier_arrive_after_copies(uint32_t address) {
     complete_if_seen(&barrier);
 }
 
+bool mbarrier_test(uint32_t address, uint32_t parity) { return is_complete(address, parity, "mbarrier_test"); }
+
 void mbarrier_wait(uint32_t address, uint32_t parity) {
-    if (parity > 1) give_up("mbarrier_wait: expected parity 0 or 1, got %u", parity);
-    for (;;) {
+    while (!is_complete(address, parity, "mbarrier_wait")) {
         Mbarrier& barrier = mbarrier_at(address, "mbarrier_wait");
-        if ((barrier.phase & 1) != parity) return;
-        if (can_complete(barrier)) {
-            complete(&barrier);
-            return;
-        }
         barrier.waiting[running->thread.x / WARP_LANES] |= 1u << running->thread.x % WARP_LANES;
         ++barrier.waiters;
         suspend();  // and look again, as one that polls: the phase after the awaited one may have ended meanwhile

@@ -2,8 +2,8 @@
 //
 // * A 32-bit shared address is the offset in the block's dynamic shared memory plus SHARED_BASE, where sm_80 and later begin too: an offset
 //   given for an address is out of bounds and reported.
-// * A copy lands as late as a GPU may let it: when its thread waits for its group, or when somebody waits for the mbarrier phase that
-//   it is part of and nothing else is missing. Until then its target is NaN; AddressSanitizer reports every access to it.
+// * A copy lands as late as a GPU may let it: when its thread waits for its group, or when somebody waits or looks for the mbarrier
+//   phase that it is part of and nothing else is missing. Until then its target is NaN; AddressSanitizer reports every access to it.
 // * mma sums in double and rounds once; a tensor core is a little coarser.
 #pragma once
 
@@ -28,6 +28,7 @@ void mbarrier_init(uint32_t address, uint32_t count);
 void mbarrier_arrive(uint32_t address, uint32_t count);
 void mbarrier_arrive_after_copies(uint32_t address);
 void mbarrier_wait(uint32_t address, uint32_t parity);
+bool mbarrier_test(uint32_t address, uint32_t parity);
 
 void named_barrier(int number, int threads, bool wait);
 
@@ -68,6 +69,7 @@ inline void mbarrier_init(uint32_t address, uint32_t count) { host::mbarrier_ini
 inline void mbarrier_arrive(uint32_t address) { host::mbarrier_arrive(address, 1); }
 inline void mbarrier_arrive_count(uint32_t address, uint32_t count) { host::mbarrier_arrive(address, count); }
 inline void mbarrier_wait(uint32_t address, uint32_t parity) { host::mbarrier_wait(address, parity); }
+inline bool mbarrier_test(uint32_t address, uint32_t parity) { return host::mbarrier_test(address, parity); }
 
 inline void cp_async_16(uint32_t shared_address, const void* source) { host::begin_copy(shared_address, source, 16); }
 inline void cp_async_16_zfill(uint32_t shared_address, const void* source, uint32_t source_bytes) {

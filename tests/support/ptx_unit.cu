@@ -135,6 +135,29 @@ __global__ void parity_kernel(Params params) {
     output<int>(params)[4] = 1;
 }
 
+// What 64 threads see of both phases (bit 0: parity 0) of an mbarrier that is fresh, and again when all have arrived; out [64], then a chunk of
+// 16 bytes, the input's, which thread 0 looked for until it had landed.
+__global__ void look_kernel(Params params) {
+    const uint32_t barrier = ptx::shared_address(shared_memory()), other = barrier + 8;
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_init(barrier, 64);
+        ptx::mbarrier_init(other, 1);
+    }
+    __syncthreads();  // hazard: nobody may use a barrier before it is made
+    int seen = ptx::mbarrier_test(barrier, 0) | ptx::mbarrier_test(barrier, 1) << 1;
+    __syncthreads();  // hazard: slow threads have not looked yet
+    ptx::mbarrier_arrive(barrier);
+    __syncthreads();  // hazard: slow threads have not arrived yet
+    seen |= ptx::mbarrier_test(barrier, 0) << 2 | ptx::mbarrier_test(barrier, 1) << 3;
+    output<int>(params)[threadIdx.x] = seen;
+    if (threadIdx.x != 0) return;
+    ptx::cp_async_16(barrier + 16, params.in);
+    ptx::cp_async_mbarrier_arrive_noinc(other);
+    while (!ptx::mbarrier_test(other, 0)) {
+    }
+    output<uint4>(params)[16] = reinterpret_cast<const uint4*>(shared_memory())[1];
+}
+
 // --- a ring of RING blocks: 4 producer warps copy by cp.async, 2 consumer warps write what they find; in, out: whole blocks -------------
 
 constexpr int RING = 3, BLOCK_BYTES = 2048, PRODUCERS = 128;
@@ -394,6 +417,7 @@ const Case CASES[] = {
     {"groups", 32, 1536, launch<groups_kernel, Params>},
     {"peek", 32, 512, launch<peek_kernel, Params>},
     {"parity", 32, 32, launch<parity_kernel, Params>},
+    {"look", 64, 32, launch<look_kernel, Params>},
     {"ring", PRODUCERS + 64, RING * (BLOCK_BYTES + 16), launch<ring_kernel, Params>},
     {"named", 384, 512, launch<named_kernel, Params>},
     {"numbered", 128, 512, launch<numbered_kernel, Params>},
