@@ -23,6 +23,7 @@ from numba_verify.gpu import compile as compiler
 from numba_verify.gpu.compile import Cubin, KernelSource, Resources, compile_kernel
 from numba_verify.kernels.config import Shape
 from numba_verify.kernels.mma_config import MMA_TILES
+from numba_verify.kernels.wgmma_config import WGMMA_TILES
 
 ARCH = "sm_90a"
 PACKAGE = Path(numba_verify.__file__).parent
@@ -280,7 +281,8 @@ def shipped_variants():
     sources = backend.kernel_sources(Shape(512, 64, "bfloat16"), None, 64, False)
     deterministic = backend.kernel_sources(Shape(512, 64, "bfloat16"), None, 64, True)
     mma = [backend.mma_sources(Shape(512, 64, "bfloat16"), tile, False, True)["mma"] for tile in (MMA_TILES[0], MMA_TILES[-1])]
-    return [*sources.values(), deterministic["paged"], *mma]
+    wgmma = backend.wgmma_sources(Shape(512, 64, "bfloat16"), WGMMA_TILES[0], False)["wgmma"]
+    return [*sources.values(), deterministic["paged"], *mma, wgmma]
 
 
 def timed(function, *arguments):

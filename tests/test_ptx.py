@@ -168,7 +168,7 @@ def build_products(mistake=None, accumulate=1):
         new_o, new_s, new_p, pack = lang.local_array(128, f32), lang.local_array(32, f32), lang.local_array(16, u32), lang.f32_to_bf16x2
         scores, values = lang.wgmma_ss(64, "bfloat16", False), lang.wgmma_rs(256, "bfloat16", True)
         fence, commit, take_s, take_o = lang.wgmma_fence, lang.wgmma_commit, lang.wgmma_wait(0, 32), lang.wgmma_wait(0, 128)
-        of_k, of_v, opaque64 = lang.wgmma_descriptor(16, 1024, 128), lang.wgmma_descriptor(8192, 1024, 128), lang.opaque64
+        of_k, of_v = lang.wgmma_descriptor(16, 1024, 128), lang.wgmma_descriptor(8192, 1024, 128)
 
         @lang.device
         def score(s, q, k):
@@ -210,9 +210,9 @@ def build_products(mistake=None, accumulate=1):
                 unroll()
                 o[i] = float32(0)
             for _ in range(count):
-                score(s, opaque64(q), opaque64(k))
+                score(s, q, k)
                 scale(o, s[0])
-                add(o, s, p, opaque64(v), mode)
+                add(o, s, p, v, mode)
             for i in range(128):
                 unroll()
                 pointer(y, f32)[uint32(i * BLOCK) + t] = o[i]

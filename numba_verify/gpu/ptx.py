@@ -96,11 +96,6 @@ def opaque(x: u32) -> u32:
     """A copy whose origin the compiler cannot see: what is computed from it is computed here, and not kept from before."""
 
 
-@instruction("mov.u64 $0, $1;", volatile=True)
-def opaque64(x: u64) -> u64:
-    """`opaque` for 64 bits, as addresses and matrix descriptors have."""
-
-
 @intrinsic
 def _shared_symbol_address(typingctx):
     """The 32-bit address where dynamic shared memory begins."""
@@ -327,6 +322,16 @@ def ld_global_nc_v4_u32(address: u64) -> (u32, u32, u32, u32):
 @instruction("ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];")
 def ld_global_nc_v4_f32(address: u64) -> (f32, f32, f32, f32):
     """"ld.global.nc": 16 aligned bytes of global memory that nobody writes while the kernel runs."""
+
+
+@instruction("ld.volatile.global.u64 $0, [$1];", volatile=True)
+def ld_volatile_u64(address: u64) -> u64:
+    """"ld.volatile": 8 aligned bytes of global memory, fetched where it stands: ptxas moves it past no branch, and drops it never."""
+
+
+@instruction("prefetch.global.L1 [$0];", volatile=True)
+def prefetch_global_l1(address: u64) -> None:
+    """"prefetch, prefetchu": the cache line of global memory that holds `address` begins to move to L1."""
 
 
 @vector_store(GLOBAL_SPACE)

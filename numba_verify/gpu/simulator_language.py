@@ -75,9 +75,6 @@ def opaque(x):
     return x
 
 
-opaque64 = opaque
-
-
 def shared_address(offset):
     return SHARED_BASE + offset
 
@@ -291,6 +288,15 @@ def ld_global_nc_v4_u32(address):
 def ld_global_nc_v4_f32(address):
     span, offset = check_access(address, 16, 16, "ld_global_nc_v4_f32")
     return _FLOATS4.unpack_from(span.bytes, offset)
+
+
+def ld_volatile_u64(address):
+    span, offset = check_access(address, 8, 8, "ld_volatile_u64")
+    return int.from_bytes(span.bytes[offset:offset + 8], "little")
+
+
+def prefetch_global_l1(address):
+    check_access(address, 1, 1, "prefetch_global_l1")
 
 
 def st_global_v4_u32(address, a, b, c, d):

@@ -43,7 +43,7 @@ SIGNATURE = ("address",) * 11 + ("i64",) * 12 + ("f32",) * 2
 
 def build(lang: Any, config: WgmmaConfig) -> Callable:
     """The kernel for `config` in the vocabulary `lang`."""
-    uint32, uint64, int64, pointer, i64, u32 = lang.uint32, lang.uint64, lang.int64, lang.pointer, lang.i64, lang.u32
+    uint32, uint64, int64, pointer, u32 = lang.uint32, lang.uint64, lang.int64, lang.pointer, lang.u32
     tid, block_x, bar_sync, init, shared_address = lang.tid_x, lang.ctaid_x, lang.bar_sync, lang.mbarrier_init, lang.shared_address
     common, launched = parts(lang, config), 65_536 // THREADS
     score, value, produce = score_role(lang, config, common), value_role(lang, config, common), producer_role(lang, config, common)
@@ -57,7 +57,6 @@ def build(lang: Any, config: WgmmaConfig) -> Callable:
               sm_scale, logit_cap):
         t, p = tid(), int64(block_x())
         base = shared_address(uint32(0))
-        requests, ctas = pointer(requests_address, i64), pointer(ctas_address, i64)
         if t == uint32(0):
             for s in range(slots):
                 init(uint32(base + full + uint32(8 * s)), uint32(WARPGROUP))
@@ -68,15 +67,15 @@ def build(lang: Any, config: WgmmaConfig) -> Callable:
         bar_sync()
         if t < first_value:
             score_registers()
-            score(base, t, ctas, p, requests, uint32(num_heads), pointer(visibility_address, u32), words, sm_scale, logit_cap)
+            score(base, t, ctas_address, p, requests_address, uint32(num_heads), pointer(visibility_address, u32), words, sm_scale, logit_cap)
         elif t < first_producer:
             value_registers()
-            value(base, uint32(t - first_value), ctas, p, requests, out_address, uint64(out_row), uint64(out_head), lse_address, partial_address,
-                  statistics_address, uint32(num_heads), num_rows, flags)
+            value(base, uint32(t - first_value), ctas_address, p, requests_address, out_address, uint64(out_row), uint64(out_head), lse_address,
+                  partial_address, statistics_address, uint32(num_heads), num_rows, flags)
         else:
             producer_registers()
-            produce(base, uint32(t - first_producer), ctas, p, requests, pointer(slots_address, u32), q_address, uint64(q_row), uint64(q_head),
-                    num_rows, kv_address, token_stride, page_size, page_gap, draft_address, uint64(draft_stride), uint32(num_heads),
+            produce(base, uint32(t - first_producer), ctas_address, p, requests_address, pointer(slots_address, u32), q_address, uint64(q_row),
+                    uint64(q_head), num_rows, kv_address, token_stride, page_size, page_gap, draft_address, uint64(draft_stride), uint32(num_heads),
                     flags & FLAG_DRAFT_ASIDE)
 
     return wgmma

@@ -66,7 +66,7 @@ def _queries(lang: Any, config: WgmmaConfig, parts: Parts, copy_row: Callable) -
 
 def producer_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
     """Device function that one producer thread runs from start to end."""
-    uint32, uint64, int64, unroll, u32 = lang.uint32, lang.uint64, lang.int64, lang.unroll, lang.u32
+    uint32, uint64, int64, unroll, u32, pointer, i64 = (lang.uint32, lang.uint64, lang.int64, lang.unroll, lang.u32, lang.pointer, lang.i64)
     landed, wait = lang.cp_async_mbarrier_arrive_noinc, lang.mbarrier_wait(True)
     commit_copies, wait_for_copies = lang.cp_async_commit, lang.cp_async_wait_group(0)
     _, byte_offset = key_functions(lang, ITEMSIZE)
@@ -87,13 +87,13 @@ def producer_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
         return found
 
     @lang.device
-    def produce(base, t, ctas, p, requests, slots, q_address, q_row, q_head, num_rows, kv_address, token_stride, page_size, page_gap,
+    def produce(base, t, ctas, p, requests_address, slots, q_address, q_row, q_head, num_rows, kv_address, token_stride, page_size, page_gap,
                 draft_address, draft_stride, row_heads, aside):
         """t: thread of the role. aside: nonzero when draft rows come from draft_kv."""
         row, sub = t >> uint32(3), t & uint32(7)
         target, chunk = uint32(base + ring_at + row_offset(row, sub)), uint64(sub) << uint64(4)
         number, found = uint32(0), new_slots()
-        r, tile, unit, left = share_begin(ctas, p, requests)
+        (r, tile, unit, left), requests = share_begin(ctas, p, requests_address), pointer(requests_address, i64)
         while left != uint32(0):
             r, tile = find(requests, r, tile, row_heads)
             stop = stop_of(requests, r, unit, left, row_heads)

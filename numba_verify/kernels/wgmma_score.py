@@ -124,7 +124,7 @@ def _products(lang: Any, config: WgmmaConfig) -> tuple[Callable, ...]:
 def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
     """Device function that one score thread runs from start to end."""
     uint32, uint64, int64, float32, unroll = lang.uint32, lang.uint64, lang.int64, lang.float32, lang.unroll
-    shared, f32, u32, exp2, opaque = lang.shared, lang.f32, lang.u32, lang.ex2_approx_f32, lang.opaque
+    shared, f32, u32, exp2, opaque, pointer, i64 = lang.shared, lang.f32, lang.u32, lang.ex2_approx_f32, lang.opaque, lang.pointer, lang.i64
     shuffle, any_lane, wait, arrive = lang.shfl_sync_bfly_f32, lang.vote_sync_any, lang.mbarrier_wait(True), lang.mbarrier_arrive
     warp_sync, proxy_fence, score_sync = lang.bar_warp_sync, lang.fence_proxy_async, lang.named_barrier(1, WARPGROUP).sync
     tile, at, fields = config.tile, config.layout, REQUEST_FIELDS
@@ -188,12 +188,12 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
                 floats[totals_at + row], floats[rounded_at + row], floats[references_at + row] = x, rounded[i], peak[i]
 
     @lang.device
-    def score(base, t, ctas, p, requests, row_heads, visibility, words, sm_scale, logit_cap):
+    def score(base, t, ctas, p, requests_address, row_heads, visibility, words, sm_scale, logit_cap):
         w, lane, marks = t >> uint32(5), t & uint32(31), shared(uint32(0), u32)
         q, scores, weights, seen = new_q(), new_scores(), new_weights(), new_seen()
         peak, step_peak, alpha, total, rounded = new_rows(), new_rows(), new_rows(), new_rows(), new_rows()
         scale, piece, number, q_rest = float32(sm_scale * log2e), uint32(0), uint32(0), start(uint32(base + q_at))
-        r, tile, unit, left = share_begin(ctas, p, requests)
+        (r, tile, unit, left), requests = share_begin(ctas, p, requests_address), pointer(requests_address, i64)
         while left != uint32(0):
             r, tile = find(requests, r, tile, row_heads)
             count = uint32(stop_of(requests, r, unit, left, row_heads) - unit)

@@ -106,7 +106,8 @@ def _products(lang: Any, config: WgmmaConfig, columns: int) -> tuple[Callable, i
 
 def value_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
     """Device function that one value thread runs from start to end."""
-    uint32, uint64, int64, shared, u32, opaque = lang.uint32, lang.uint64, lang.int64, lang.shared, lang.u32, lang.opaque
+    uint32, uint64, int64, shared, u32, opaque, pointer, i64 = (lang.uint32, lang.uint64, lang.int64, lang.shared, lang.u32, lang.opaque,
+                                                                lang.pointer, lang.i64)
     arrive, warp_sync, proxy_fence, wait, hold_back = (lang.mbarrier_arrive, lang.bar_warp_sync, lang.fence_proxy_async,
                                                        *(lang.mbarrier_wait(True),) * 2)
     find, stop_of, units_of, slot_of = parts.walk.find, parts.walk.stop, parts.walk.units, parts.walk.slot
@@ -132,12 +133,12 @@ def value_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
             arrive(uint32(base + empty_at + (place << uint32(3))))
 
     @lang.device
-    def value(base, t, ctas, p, requests, out_address, out_row, out_head, lse_address, partial_address, statistics_address, row_heads, num_rows,
-              flags):
+    def value(base, t, ctas, p, requests_address, out_address, out_row, out_head, lse_address, partial_address, statistics_address, row_heads,
+              num_rows, flags):
         marks = shared(uint32(0), u32)
         # parities: bit k is that of the phase of slot k's barrier `ready` that comes next. Q passes through slots without one.
         output, number, piece, parities = new_output(), uint32(0), uint32(0), uint32(0)
-        r, tile, unit, left = share_begin(ctas, p, requests)
+        (r, tile, unit, left), requests = share_begin(ctas, p, requests_address), pointer(requests_address, i64)
         while left != uint32(0):
             r, tile = find(requests, r, tile, row_heads)
             end = uint32(number + q_slots + uint32(stop_of(requests, r, unit, left, row_heads) - unit))

@@ -54,24 +54,24 @@ def operand(lang: Any, leading: int, stride: int, swizzle: int) -> Operand:
 
 
 def share_begin(lang: Any) -> Callable:
-    """begin(ctas, p, requests) -> (request, tile, unit, units): where CTA p's share of the line starts, and how long it is.
+    """begin(ctas, p, requests) -> (request, tile, unit, units): where CTA p's share of the line starts, and how long it is. By the addresses of the
+    two tables.
 
-    All at once, and the request's row of the table is fetched with it: the compiler would put each load where it is used first, one memory latency
-    after the other, before the first copy can start.
+    All at once, and the request's row is fetched with it: the compiler would put each load where its result is used first, one memory latency after
+    the other, before the first copy can start. It moves ordinary loads behind the branch that follows, and those of `opaque` copies too.
     """
-    uint32, int64, opaque, opaque64 = lang.uint32, lang.int64, lang.opaque, lang.opaque64
-    uint64, fields = lang.uint64, REQUEST_FIELDS
+    uint32, uint64, load, prefetch = lang.uint32, lang.uint64, lang.ld_volatile_u64, lang.prefetch_global_l1
 
     @lang.device
     def begin(ctas, p, requests):
-        cta = p * CTA_FIELDS
-        r, tile, unit, left = (uint32(ctas[cta + CTA_REQUEST]), uint32(ctas[cta + CTA_TILE]), uint32(ctas[cta + CTA_UNIT]),
-                               uint32(ctas[cta + CTA_COUNT]))
-        r, tile, unit, left = opaque(r), opaque(tile), opaque(unit), opaque(left)
+        row = ctas + uint64(p) * uint64(8 * CTA_FIELDS)
+        r, tile, unit, left = (uint32(load(row + uint64(8 * CTA_REQUEST))), uint32(load(row + uint64(8 * CTA_TILE))),
+                               uint32(load(row + uint64(8 * CTA_UNIT))), uint32(load(row + uint64(8 * CTA_COUNT))))
         if left != uint32(0):
-            # One field of each half of the row, which is 64 bytes: two sectors of the cache.
-            opaque64(uint64(requests[int64(r) * fields + Q_LEN]))
-            opaque64(uint64(requests[int64(r) * fields + SLOT_BEGIN]))
+            # Each half of the row, which is 64 bytes: two sectors of the cache.
+            request = requests + uint64(r) * uint64(8 * REQUEST_FIELDS)
+            prefetch(request + uint64(8 * Q_LEN))
+            prefetch(request + uint64(8 * SLOT_BEGIN))
         return r, tile, unit, left
 
     return begin

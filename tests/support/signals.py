@@ -152,6 +152,27 @@ def build_registers(lang, config):
     return kernel
 
 
+def build_volatile(lang, config):
+    uint64, u64, pointer, tid, load, prefetch = lang.uint64, lang.u64, lang.pointer, lang.tid_x, lang.ld_volatile_u64, lang.prefetch_global_l1
+
+    def kernel(x, y):
+        t = uint64(tid())
+        prefetch(x + t * uint64(8))
+        pointer(y, u64)[t] = load(x + t * uint64(8))
+
+    return kernel
+
+
+def volatile_case(name, instruction):
+    """8 bytes of every thread come out as they went in."""
+
+    def check(given, made):
+        np.testing.assert_array_equal(made[0], given[0])
+
+    return Case(name, build_volatile, instruction, lambda rng: [rng.integers(0, 1 << 64, BLOCK, np.uint64)], lambda: [np.zeros(BLOCK, np.uint64)],
+                check)
+
+
 def build_tests(lang, config):
     """Every thread looks at both phases of an mbarrier that is fresh, and again when all have arrived."""
     uint32, u32, tid, pointer, shared_address = lang.uint32, lang.u32, lang.tid_x, lang.pointer, lang.shared_address
@@ -214,6 +235,8 @@ SIGNALS = [
     sums_case("mbarrier_wait", build_mbarriers(False), TEST_WAIT),
     SUSPENDED,
     tests_case(),
+    volatile_case("ld_volatile_u64", r"ld\.volatile\.global\.u64 %rd\d+, \[%rd\d+\];"),
+    volatile_case("prefetch_global_l1", r"prefetch\.global\.L1 \[%rd\d+\];"),
     sums_case("cp_async_mbarrier_arrive_noinc", build_copies, r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64 \[%r\d+\];", width=4),
     copied_case("set_max_registers", build_registers, r"setmaxnreg\.dec\.sync\.aligned\.u32 40;", needs="sm_90a"),
     copied_case("st_global_v2_f32", build_pairs, r"st\.global\.v2\.[bf]32", floats=2),
