@@ -91,6 +91,11 @@ def shared(typingctx, offset, tag):
     return types.CPointer(tag.dtype)(types.uint32, tag), lower
 
 
+@expression(lambda builder, a, b: builder.udiv(a, b))
+def quotient_u32(a: u32, b: u32) -> u32:
+    """"div": a // b for a divisor that is not 0. numba's own asks, and goes around the division: on the way ptxas may keep what is not there."""
+
+
 @instruction("mov.u32 $0, $1;", volatile=True)
 def opaque(x: u32) -> u32:
     """A copy whose origin the compiler cannot see: what is computed from it is computed here, and not kept from before."""

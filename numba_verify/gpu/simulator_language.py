@@ -71,6 +71,10 @@ def shared(offset, tag):
     return view if me.block.races is None else TrackedPointer(view, offset, tag.size, me)
 
 
+def quotient_u32(a, b):
+    return a // b
+
+
 def opaque(x):
     return x
 

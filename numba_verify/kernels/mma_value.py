@@ -135,7 +135,7 @@ def value_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     product = _accumulate(lang, config, parts.ring.place)
     new_output, clear, rescale, add_step = product.new_output, product.clear, product.rescale, product.add_step
     new_inverses, read, write = piece_writer(lang, config.shape, layout(config.shape, config.tile), config.tile.rows, config.tile.groups,
-                                             config.tile.rows // 16, config.shape.latent_dim // VALUE_WARPS)
+                                             config.tile.rows // 16, config.shape.latent_dim // VALUE_WARPS, early=False)
     steps, place, signal = parts.walk, parts.swizzle, parts.signals
     find, stop_of, units_of, slot_of, row_offset, weight_offset = steps.find, steps.stop, steps.units, steps.slot, place.row, place.weight
     tile, at = config.tile, layout(config.shape, config.tile)
@@ -193,7 +193,7 @@ def value_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
             units = units_of(requests, r)
             inverses = new_inverses()
             peak, total = read(inverses, t, uint32(0), start, count, g)
-            write(output, inverses, peak, total, t, w, g, lane, requests, r, tile, unit == uint32(0) and stop == units,
+            write(output, inverses, peak, total, uint32(0), start, count, t, w, g, lane, requests, r, tile, unit == uint32(0) and stop == units,
                   uint64(marks[words_at + uint32(SLOT_WORD)]), row_heads, num_rows, flags, out_address, out_row, out_head, lse_address,
                   partial_address, statistics_address)
             # Sums and peaks are read as well now: the groups of the last steps may write those of the next piece, as far as it goes.

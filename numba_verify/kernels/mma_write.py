@@ -106,37 +106,43 @@ def _rows(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_tiles: 
 
 
 class PieceWriter(NamedTuple):
-    """Device functions for the end of a piece: read(inverses, ...) -> (peak, sum) of row t: all that is read from shared memory, which may then be
-    used anew; write(output, inverses, peak, total, ...). `inverses` is of new_inverses()."""
+    """Device functions for the end of a piece: read(inverses, ...) -> (peak, sum) of row t; write(output, inverses, peak, total, ...). `inverses` is
+    of new_inverses()."""
 
     new_inverses: Callable
     read: Callable
     write: Callable
 
 
-def piece_writer(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_tiles: int, columns: int) -> PieceWriter:
+def piece_writer(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_tiles: int, columns: int, early: bool) -> PieceWriter:
     """Build them in the vocabulary `lang`. rows: of a tile; groups: of score warps, which take steps in turn; row_tiles, columns: what a value
-    warp holds, 16 rows each and their columns."""
+    warp holds, 16 rows each and their columns. early: `read` takes all that is wanted from shared memory, which may then be used anew; otherwise
+    `write` takes the inverses when it needs them, for the sake of registers."""
     uint32, uint64, int64, pointer, f32, float32, unroll = lang.uint32, lang.uint64, lang.int64, lang.pointer, lang.f32, lang.float32, lang.unroll
     part_of = _rows(lang, shape, at, rows, groups, row_tiles, columns)
     statistics_of, inverse_of, finish, save, lse_of = part_of
     fields = REQUEST_FIELDS
 
     @lang.device
-    def read(inverses, t, place, start, count, g):
-        """t: thread of the role; place: rows before this piece's sums; start, count: the first group's number, and steps; g: the lane's first
-        row of the tile."""
+    def fill(inverses, place, start, count, g):
         for i in range(2 * row_tiles):
             unroll()
             inverses[i] = inverse_of(uint32(place + g + uint32(8 * i)), start, count)
+
+    @lang.device
+    def read(inverses, t, place, start, count, g):
+        """t: thread of the role; place: rows before this piece's sums; start, count: the first group's number, and steps; g: the lane's first
+        row of the tile."""
+        if early:
+            fill(inverses, place, start, count, g)
         peak, total = float32(0), float32(0)
         if t < uint32(rows):
             peak, total = statistics_of(uint32(place + t), start, count)
         return peak, total
 
     @lang.device
-    def write(output, inverses, peak, total, t, part, g, lane, requests, r, tile, whole, at_slot, row_heads, num_rows, flags, out_address, out_row,
-              out_head, lse_address, partial_address, statistics_address):
+    def write(output, inverses, peak, total, place, start, count, t, part, g, lane, requests, r, tile, whole, at_slot, row_heads, num_rows, flags,
+              out_address, out_row, out_head, lse_address, partial_address, statistics_address):
         """part: which `columns`; whole: the piece is its tile, else a partial that goes to `at_slot`."""
         table = int64(r) * fields
         q_begin, first, n = uint64(requests[table + Q_BEGIN]), uint32(tile * uint32(rows)), uint64(requests[table + Q_LEN])
@@ -153,6 +159,8 @@ def piece_writer(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_
                 where = (at_slot * uint64(rows) + uint64(t)) * uint64(2)
                 statistics[where] = peak
                 statistics[where + uint64(1)] = total
+        if not early:
+            fill(inverses, place, start, count, g)
         if whole:
             finish(output, inverses, part, g, lane, out_address, first, valid, row_heads, q_begin, out_row, out_head)
         else:

@@ -87,7 +87,8 @@ def _products(lang: Any, config: WgmmaConfig) -> tuple[Callable, ...]:
     uint32, unroll, keys, dtype = lang.uint32, lang.unroll, config.tile.keys, config.shape.dtype
     held, segments, segment = min(config.tile.q_segments, config.segments), config.segments, config.segment_bytes
     from_registers, from_shared = lang.wgmma_rs(keys, dtype, False), lang.wgmma_ss(keys, dtype, False)
-    fence, commit, wait, wait_for_most = lang.wgmma_fence, lang.wgmma_commit, lang.wgmma_wait(0, keys // 2), lang.wgmma_wait(1, 0)
+    fence, set_apart, commit, wait, wait_for_most = (lang.wgmma_fence, lang.wgmma_commit, lang.wgmma_commit, lang.wgmma_wait(0, keys // 2),
+                                                     lang.wgmma_wait(1, 0))
     # K-major, 128-byte swizzle: 8 rows are 1024 bytes; a k step is 32 bytes further.
     rows, steps, q_segment = operand(lang, 16, PATTERN_BYTES, 128), SEGMENT_STEPS, ROWS * SEGMENT_BYTES
     start, at = rows.start, rows.at
@@ -101,7 +102,7 @@ def _products(lang: Any, config: WgmmaConfig) -> tuple[Callable, ...]:
         for s in range(held):
             unroll()
             if s == segments - 1:
-                commit()
+                set_apart()
             for i in range(steps):
                 unroll()
                 j = (s * steps + i) * 4
@@ -110,7 +111,7 @@ def _products(lang: Any, config: WgmmaConfig) -> tuple[Callable, ...]:
         for s in range(held, segments):
             unroll()
             if s == segments - 1:
-                commit()
+                set_apart()
             for i in range(steps):
                 unroll()
                 from_shared(scores, at(q_rest, uint32(((s - held) * q_segment + 32 * i) >> 4)), at(k, uint32((s * segment + 32 * i) >> 4)),

@@ -114,7 +114,7 @@ def value_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
     share_begin, put_down, pick_up, place_of, phase_of = parts.share_begin, parts.cursor.put, parts.cursor.get, parts.ring.place, parts.ring.phase
     product, at, columns = _accumulate(lang, config), config.layout, config.shape.latent_dim // VALUE_GROUPS
     new_output, clear, rescale, start, add_step = product.new_output, product.clear, product.rescale, product.start, product.add_step
-    new_inverses, read, write = piece_writer(lang, config.shape, at, ROWS, 1, 1, columns)
+    new_inverses, read, write = piece_writer(lang, config.shape, at, ROWS, 1, 1, columns, early=True)
     q_slots, size, deterministic = uint32(config.tile.q_slots), uint32(block_bytes(config)), config.deterministic
     first_delayed, scored_at, full_at, test = uint32(VALUE_GROUPS - config.tile.delayed), uint32(at.scored), uint32(at.full), lang.mbarrier_test
     ring_at, ready_at, empty_at, flags_at = uint32(at.ring), uint32(at.ready), uint32(at.empty), uint32(at.flags // 4)
@@ -184,11 +184,12 @@ def value_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
             count, at_slot = uint32(end - number - q_slots), uint64(marks[cursor + uint32(SLOT_WORD)])
             stop, units = uint32(unit + count), units_of(requests, r)
             g, inverses = uint32(w * uint32(16) + (lane >> uint32(2))), new_inverses()
-            peak, total = read(inverses, here, uint32((piece % uint32(SUM_PLACES)) * uint32(ROWS)), uint32(0), count, g)
+            sums = uint32((piece % uint32(SUM_PLACES)) * uint32(ROWS))
+            peak, total = read(inverses, here, sums, uint32(0), count, g)
             # Only now, with the sums read: see `WgmmaTile.__post_init__`. The cursor may be put down anew as well.
             release(base, place_of(uint32(end - uint32(1))), lane)
-            write(output, inverses, peak, total, here, part, g, lane, requests, r, tile, unit == uint32(0) and stop == units, at_slot, row_heads,
-                  num_rows, flags, out_address, out_row, out_head, lse_address, partial_address, statistics_address)
+            write(output, inverses, peak, total, sums, uint32(0), count, here, part, g, lane, requests, r, tile, unit == uint32(0) and stop == units,
+                  at_slot, row_heads, num_rows, flags, out_address, out_row, out_head, lse_address, partial_address, statistics_address)
             left, unit, number, piece = uint32(left - count), stop, end, uint32(piece + uint32(1))
             if unit == units:
                 tile, unit = uint32(tile + uint32(1)), uint32(0)

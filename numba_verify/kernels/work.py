@@ -97,7 +97,7 @@ def work_split(lang: Any, config: ScheduleConfig) -> WorkSplit:
     where the table says with piece_begin = -1 that there is no room for partials (index arrays that overlap: none that are valid do).
     slot(first, k): partial slot of piece k (uint32) of a tile whose piece 0 is in slot `first`. Not deterministic: CTA p has slot 2 p for the
     end of a tile that others began, 2 p + 1 for the beginning of one that others end; so the pieces are in 2 p + 1, 2 p + 2, 2 p + 4, ..."""
-    int64, uint32 = lang.int64, lang.uint32
+    int64, uint32, quotient = lang.int64, lang.uint32, lang.quotient_u32
     kv_tile, tile_rows, deterministic = config.kv_tile, config.tile_rows, config.deterministic
     piece_units, max_pieces = PIECE_KEYS // kv_tile, MAX_PIECES
 
@@ -116,14 +116,16 @@ def work_split(lang: Any, config: ScheduleConfig) -> WorkSplit:
 
     @lang.device
     def by_request(tiles, units, piece_begin):
-        pieces = (units + int64(piece_units - 1)) // int64(piece_units)
-        # Divisions of 32 bits: one of 64 is a function call, which takes registers and a stack.
-        most = int64(uint32(max_pieces) // uint32(tiles))
+        # In 32 bits: a division of 64 is a function call, which takes registers and a stack.
+        short = uint32(units)
+        # A request without draft tokens has no tiles, and is not cut.
+        divisor = uint32(tiles) if tiles > int64(0) else uint32(max_pieces + 1)
+        pieces, most = uint32(short + uint32(piece_units - 1)) // uint32(piece_units), quotient(uint32(max_pieces), divisor)
         if pieces > most:
             pieces = most
-        if pieces < int64(1) or piece_begin < int64(0):
-            pieces = int64(1)
-        return int64(uint32(units + pieces - int64(1)) // uint32(pieces))
+        if pieces < uint32(1) or piece_begin < int64(0):
+            pieces = uint32(1)
+        return int64(quotient(uint32(short + pieces - uint32(1)), pieces))
 
     @lang.device
     def alternate(first, k):

@@ -134,6 +134,8 @@ ARITHMETIC = [
                      lambda x: np.tanh(x.astype(np.float64)), rtol=3 * ULP, atol=1e-45),
     elementwise_case("opaque", ["u32"], "u32", r"inline asm\s+mov\.u32 %r\d+, %r\d+;", lambda rng: [float_patterns(rng)[0].view(np.uint32)],
                      lambda x: x),
+    elementwise_case("quotient_u32", ["u32", "u32"], "u32", r"div\.u32", lambda rng: [rng.integers(0, 1 << 32, 4 * BLOCK, np.uint32),
+                     rng.integers(1, 1 << 16, 4 * BLOCK, np.uint32)], lambda a, b: a // b),
     elementwise_case("b32_to_f32", ["u32"], "f32", r"ld\.global", lambda rng: [float_patterns(rng)[0].view(np.uint32)],
                      lambda x: x.view(np.float32)),
     elementwise_case("f32_to_b32", ["f32"], "u32", r"ld\.global", floats(1, 1.0), lambda x: x.view(np.uint32)),
