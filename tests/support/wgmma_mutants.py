@@ -55,7 +55,7 @@ WGMMA_MUTANTS = [
         replace(MMA, name="many_heads", heads=30), f"{ANY}|{RACE}"),
     # The ring and its pieces.
     one("values_of_the_first_half", "wgmma_value", "place * size + part * columns_bytes", "place * size", MMA, WRONG_OUT),
-    one("sums_of_the_other_piece", "wgmma_value", "uint32((piece % uint32(SUM_PLACES)) * uint32(ROWS)), uint32(0)", "uint32(0), uint32(0)",
+    one("sums_of_the_other_piece", "wgmma_value", "sums = uint32((piece % uint32(SUM_PLACES)) * uint32(ROWS))", "sums = uint32(0)",
         SIGNALS_CASE, f"{ANY}|{WRONG_LSE}"),
     one("parity_that_stays", "wgmma_value", "parities = uint32(parities ^ (uint32(1) << place))", "pass", ROUNDS, f"{RACE}|{STUCK}|{ANY}",
         races=True),
