@@ -15,8 +15,8 @@ from numba_verify.backend import mma_tile, rows_of_a_request, wgmma_tile
 from numba_verify.errors import NoDeviceError
 from numba_verify.gpu import driver
 from numba_verify.kernels.config import TILE_CONFIGS, Shape, TileConfig
-from numba_verify.kernels.mma_config import MMA_TILES, MmaTile, unsupported_mma_shape
-from numba_verify.kernels.wgmma_config import WGMMA_TILES, WgmmaTile, unsupported_wgmma_shape
+from numba_verify.kernels.mma_config import MMA_TILES, TENSOR_KERNELS, MmaTile, unsupported_tensor_shape
+from numba_verify.kernels.wgmma_config import WGMMA_TILES, WgmmaTile
 from numba_verify.problem import Enqueue
 
 from . import binding, build
@@ -26,8 +26,6 @@ FASTEST = ("mma", "paged", "flash", "naive")
 AVAILABLE = ("wgmma", *FASTEST)
 #: Tiles in the order of nvr_tile_config, nvr_mma_tile and WgmmaTiles, which count them from 1 on.
 TILES = {"naive": TILE_CONFIGS, "flash": TILE_CONFIGS, "paged": TILE_CONFIGS, "mma": MMA_TILES, "wgmma": WGMMA_TILES}
-#: Kernels that take other rows than the rest: why not these.
-UNSUPPORTED = {"mma": unsupported_mma_shape, "wgmma": unsupported_wgmma_shape}
 _INDEX_WIDTHS = {"int32": 4, "int64": 8}
 
 
@@ -41,7 +39,7 @@ def library_of(device: int | None) -> ctypes.CDLL:
 
 def tile_number(spec, tile: TileConfig | MmaTile | WgmmaTile | None) -> int:
     """`nvr_plan_config.tile_config` of a plan. None: of flash and paged 0, the library chooses; of the others the one that numba_verify takes."""
-    if spec.kernel in UNSUPPORTED and tile is None:
+    if spec.kernel in TENSOR_KERNELS and tile is None:
         shape, info = Shape(spec.latent_dim, spec.rope_dim, spec.dtype), None if spec.device is None else driver.device_info(spec.device)
         tile = mma_tile(shape, rows_of_a_request(spec), info) if spec.kernel == "mma" else wgmma_tile(shape, info)
     return 0 if tile is None else 1 + TILES[spec.kernel].index(tile)
@@ -165,7 +163,7 @@ def support(kernel: str, num_heads: int, latent_dim: int, rope_dim: int, dtype: 
         return "" if device is None else "kernel='reference' runs on NumPy arrays only; copy the arrays to the host, or use kernel='paged'"
     if kernel not in binding.KERNELS:
         return f"cuda_ref has no kernel {kernel!r}; {', '.join(AVAILABLE)} would run"
-    if kernel in UNSUPPORTED and (reason := UNSUPPORTED[kernel](latent_dim, rope_dim, dtype)):
+    if kernel in TENSOR_KERNELS and (reason := unsupported_tensor_shape(kernel, latent_dim, rope_dim, dtype)):
         return reason
     try:
         library = library_of(device)

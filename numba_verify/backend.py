@@ -18,8 +18,8 @@ from .gpu import driver
 from .gpu.compile import KernelSource
 from .kernels import combine, expand, flash, mma, mma_config, naive, paged, scans, schedule, wgmma, wgmma_config, work
 from .kernels.config import SMALLEST_SHARED_BYTES, Shape, TileConfig, choose_tile, unsupported_shape
-from .kernels.mma_config import MmaConfig, MmaTile, choose_mma_tile, unsupported_mma_shape
-from .kernels.wgmma_config import WgmmaConfig, WgmmaTile, choose_wgmma_tile, unsupported_wgmma_shape
+from .kernels.mma_config import TENSOR_KERNELS, MmaConfig, MmaTile, choose_mma_tile, unsupported_tensor_shape
+from .kernels.wgmma_config import WgmmaConfig, WgmmaTile, choose_wgmma_tile
 from .memory import Workspace, align
 from .problem import Enqueue, IndexArrays, PlanSpec, Tensors
 
@@ -31,8 +31,6 @@ AVAILABLE = ("wgmma", *FASTEST)
 SPLITTING = ("wgmma", "mma", "paged")
 #: The only architecture with wgmma, and the shared memory it gives a block.
 WGMMA_ARCH, HOPPER_SHARED_BYTES = "sm_90a", 232_448
-#: Kernels that take other rows than the rest: why not these.
-UNSUPPORTED = {"mma": unsupported_mma_shape, "wgmma": unsupported_wgmma_shape}
 #: bfloat16 conversions and cp.async begin with Ampere.
 OLDEST_CAPABILITY = (8, 0)
 #: From Hopper on a warp can sleep at an mbarrier (try_wait).
@@ -123,8 +121,8 @@ def support(kernel: str, num_heads: int, latent_dim: int, rope_dim: int, dtype: 
         return f"num_heads={num_heads:,}: the kernels take at most {MAX_HEADS:,} heads"
     if kernel not in AVAILABLE:
         return f"kernel={kernel!r} is not part of this version; {', '.join(AVAILABLE)} would run"
-    if kernel in UNSUPPORTED:
-        reason = UNSUPPORTED[kernel](latent_dim, rope_dim, dtype)
+    if kernel in TENSOR_KERNELS:
+        reason = unsupported_tensor_shape(kernel, latent_dim, rope_dim, dtype)
     else:
         reason = unsupported_shape(latent_dim, rope_dim)
     if not reason and device is not None:

@@ -38,14 +38,18 @@ class Registers(NamedTuple):
     producer: int
 
 
-def unsupported_mma_shape(latent_dim: int, rope_dim: int, dtype: str) -> str:
-    """Why `mma` cannot take such rows; the empty string when it can."""
+#: Kernels on tensor cores, which take other rows than the rest.
+TENSOR_KERNELS = ("mma", "wgmma")
+
+
+def unsupported_tensor_shape(kernel: str, latent_dim: int, rope_dim: int, dtype: str) -> str:
+    """Why `kernel`, one of TENSOR_KERNELS, cannot take such rows; the empty string when it can."""
     if dtype not in ("bfloat16", "float16"):
-        return f"dtype {dtype}: kernel='mma' takes bfloat16 and float16; kernel='paged' would run"
-    if latent_dim not in (128, 256, 512):  # 16, 32 or 64 columns a value warp, which a swizzled address steps through by XOR
-        return f"latent_dim={latent_dim}: kernel='mma' takes 128, 256 and 512; kernel='paged' would run"
+        return f"dtype {dtype}: kernel={kernel!r} takes bfloat16 and float16; kernel='paged' would run"
+    if latent_dim not in (128, 256, 512):  # whole segments, of which a swizzled address steps through a value warp's share by XOR
+        return f"latent_dim={latent_dim}: kernel={kernel!r} takes 128, 256 and 512; kernel='paged' would run"
     if rope_dim % (SEGMENT_BYTES // ITEMSIZE) or not 0 <= rope_dim <= 128:
-        return f"rope_dim={rope_dim}: kernel='mma' takes 0, 64 and 128; kernel='paged' would run"
+        return f"rope_dim={rope_dim}: kernel={kernel!r} takes 0, 64 and 128; kernel='paged' would run"
     return ""
 
 
@@ -137,7 +141,7 @@ class MmaConfig:
     suspend: bool
 
     def __post_init__(self) -> None:
-        reason = unsupported_mma_shape(self.shape.latent_dim, self.shape.rope_dim, self.shape.dtype)
+        reason = unsupported_tensor_shape("mma", self.shape.latent_dim, self.shape.rope_dim, self.shape.dtype)
         if reason:
             raise UnsupportedError(reason)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..errors import UnsupportedError
 from .config import WARP, Shape
-from .mma_config import CURSOR_WORDS, ITEMSIZE, MIN_SHARE_KEYS, SEGMENT_BYTES, Registers
+from .mma_config import CURSOR_WORDS, ITEMSIZE, MIN_SHARE_KEYS, SEGMENT_BYTES, Registers, unsupported_tensor_shape
 from .work import ScheduleConfig
 
 #: Threads of a warpgroup, which issues a wgmma together.
@@ -24,17 +24,6 @@ SEGMENT_STEPS = SEGMENT_BYTES // ITEMSIZE // 16
 SUM_PLACES = 2
 #: Alignment of the 128-byte swizzle's pattern, 8 rows of 128 bytes.
 PATTERN_BYTES = 1024
-
-
-def unsupported_wgmma_shape(latent_dim: int, rope_dim: int, dtype: str) -> str:
-    """Why `wgmma` cannot take such rows; the empty string when it can."""
-    if dtype not in ("bfloat16", "float16"):
-        return f"dtype {dtype}: kernel='wgmma' takes bfloat16 and float16; kernel='paged' would run"
-    if latent_dim not in (128, 256, 512):  # 1, 2 or 4 segments of 64 columns a value warpgroup
-        return f"latent_dim={latent_dim}: kernel='wgmma' takes 128, 256 and 512; kernel='paged' would run"
-    if rope_dim not in (0, 64, 128):
-        return f"rope_dim={rope_dim}: kernel='wgmma' takes 0, 64 and 128; kernel='paged' would run"
-    return ""
 
 
 @dataclass(frozen=True)
@@ -105,7 +94,7 @@ class WgmmaConfig:
     deterministic: bool
 
     def __post_init__(self) -> None:
-        reason = unsupported_wgmma_shape(self.shape.latent_dim, self.shape.rope_dim, self.shape.dtype)
+        reason = unsupported_tensor_shape("wgmma", self.shape.latent_dim, self.shape.rope_dim, self.shape.dtype)
         if reason:
             raise UnsupportedError(reason)
 
