@@ -4,10 +4,11 @@
 //     apart    no CTA works on two tiles: each tile has CTAs of its own, as few as keep to a common length
 //     even     every CTA gets the same length of line: all end together, but many CTAs end one tile and begin another
 //
-//     cost in units    whole  longest share        apart  longest share + c        even  longest share + 2 c
+//     cost in units    whole  longest share        apart  longest share + c        even  longest share + 2 c + 1 / 24 of it
 //
 // c is what loading the queries of a piece and writing its result cost. Every CTA pays it for each of its tiles; beyond that, even pays it
-// for the second half of a tile, and both ways that cut for the merge. Deterministic plans take the even cuts.
+// for the second half of a tile, and both ways that cut for the merge. The 1 / 24: CTAs of a request that begin at the same key read the same rows
+// at the same time, from the cache; those that begin anywhere, each from memory. Deterministic plans take the even cuts.
 #pragma once
 
 #include "scans.cuh"
@@ -15,6 +16,8 @@
 
 namespace nvr {
 
+// What even cuts cost since CTAs of a request are out of step, as a part of the share.
+constexpr int64_t OUT_OF_STEP = 24;
 // c, in keys: on an H200 some 3 us, in which a CTA does about 128 keys.
 constexpr int32_t PIECE_COST_KEYS = 128;
 
@@ -81,11 +84,11 @@ __device__ inline int64_t write_starts(const Plan& plan, int64_t batch, int64_t 
 // c in units.
 __device__ inline int32_t piece_cost(const Plan& plan) { return (PIECE_COST_KEYS + plan.tile_keys - 1) / plan.tile_keys; }
 
-// The least length from payload on with which all tiles have enough CTAs; 0 if none below payload + c, where even cuts are no dearer. Each warp
-// tries one: with c of 8 units at most that is every length there is. needed [SCHEDULE_WARPS].
-__device__ inline int64_t first_fitting(const Plan& plan, int64_t batch, int64_t payload, int64_t* needed) {
+// A length from payload on with which all tiles have enough CTAs; 0 if there is none before payload + span, where even cuts are no dearer. Each
+// warp tries one: all lengths there are, or, of long shares, eight spread evenly, 1 / 192 of the share apart. needed [SCHEDULE_WARPS].
+__device__ inline int64_t first_fitting(const Plan& plan, int64_t batch, int64_t payload, int64_t span, int64_t* needed) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int step = (piece_cost(plan) + SCHEDULE_WARPS - 1) / SCHEDULE_WARPS;
+    const int64_t step = ceil_div(span, SCHEDULE_WARPS);
     int64_t need = 0;
     for (int64_t r = lane; r < batch; r += WARP) {
         const Request& request = plan.workspace.requests[r];
@@ -115,16 +118,16 @@ __device__ inline int64_t assign_ctas(const Plan& plan, int64_t batch, int64_t l
 }
 
 // The cuts where no more tiles are than CTAs. schedule has numbered the tiles already, in case that each has a CTA.
-__device__ inline Cuts choose_apart(const Plan& plan, int64_t batch, const Line& line, int64_t payload, int64_t* scratch) {
+__device__ inline Cuts choose_apart(const Plan& plan, int64_t batch, const Line& line, int64_t payload, int64_t most, int64_t* scratch) {
     const int64_t cost = piece_cost(plan);
     Cuts cuts = {Way::EVEN, payload, 0};
-    int64_t best = payload + 2 * cost;
+    int64_t best = most;
     if (line.longest <= best) {
         cuts = {Way::APART, line.longest, line.slots};
         best = line.longest;
     }
     if (payload + cost >= best) return cuts;
-    const int64_t common = first_fitting(plan, batch, payload, scratch + SCHEDULE_WARPS);
+    const int64_t common = first_fitting(plan, batch, payload, most - payload - cost, scratch + SCHEDULE_WARPS);
     if (common == 0 || common + cost >= best) return cuts;
     return {Way::APART, common, assign_ctas(plan, batch, common, scratch)};
 }
@@ -133,12 +136,12 @@ __device__ inline Cuts choose_apart(const Plan& plan, int64_t batch, const Line&
 // takes the first row and first_fitting the other.
 __device__ inline bool cut_line(const Plan& plan, int64_t batch, const Line& line, int64_t* scratch) {
     const int64_t share = ceil_div(line.units, plan.ctas), payload = max64(share, (plan.min_keys + plan.tile_keys - 1) / plan.tile_keys);
-    const int64_t most = payload + 2 * piece_cost(plan);  // what an uncut share may be long
+    const int64_t most = payload + 2 * piece_cost(plan) + payload / OUT_OF_STEP;  // what an uncut share may be long
     const Cuts even = {Way::EVEN, payload, 0};
     Cuts cuts = even;
     if (!plan.config.deterministic) {
         if (line.slots <= plan.ctas) {
-            cuts = choose_apart(plan, batch, line, payload, scratch);
+            cuts = choose_apart(plan, batch, line, payload, most, scratch);
         } else if (line.longest <= most) {
             cuts = {Way::WHOLE, share, 0};
         }

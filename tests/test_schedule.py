@@ -11,7 +11,7 @@ from support.problems import build
 
 from numba_verify.backend import AVAILABLE, KernelExecutor
 from numba_verify.gpu import simulator
-from numba_verify.kernels import work
+from numba_verify.kernels import cuts, scans, work
 from numba_verify.memory import Workspace
 from numba_verify.planner import Implementation, Plan, PlanArguments, make_spec
 from numba_verify.problem import check_index_array
@@ -161,17 +161,25 @@ def cost_of(line, tables, pieces):
     tiles_of_cta = [[tile for tile, parts in pieces.items() if any(slot // 2 == p for _, slot in parts)] for p in range(line.num_ctas)]
     cut = any(len(parts) > 1 for parts in pieces.values())
     second = any(len(tiles) > 1 and any(len(pieces[tile]) > 1 for tile in tiles) for tiles in tiles_of_cta)
-    return tables.ctas[:-1, work.CTA_COUNT].max() + line.piece_cost * (cut + second)
+    longest = tables.ctas[:-1, work.CTA_COUNT].max()
+    return longest + (even_cost(line, longest) if cut and second else line.piece_cost * cut)
+
+
+def even_cost(line, share):
+    """What even cuts cost: two pieces, and what CTAs lose that do not read the same rows at the same time."""
+    return 2 * line.piece_cost + share // cuts.OUT_OF_STEP
 
 
 def cost_of_the_ways(line, batch):
-    """The least of even cuts and, where no more tiles are than CTAs, of one CTA a tile and of the least common length of pieces."""
+    """The least of even cuts and, where no more tiles are than CTAs, of one CTA a tile and of the least common length of pieces that is tried."""
     tiles = [(line.tiles(n), line.units(keys)) for n, keys in zip(batch.counts, batch.tokens, strict=True) if n]
     payload = max(-(-sum(count * units for count, units in tiles) // line.num_ctas), line.config.min_units)
-    costs = [payload + 2 * line.piece_cost]
+    costs = [payload + even_cost(line, payload)]
     if sum(count for count, _ in tiles) <= line.num_ctas:
         costs.append(max(units for _, units in tiles))
-        fitting = (length for length in range(payload, costs[0]) if sum(count * -(-units // length) for count, units in tiles) <= line.num_ctas)
+        step = -(-(costs[0] - payload - line.piece_cost) // scans.WARPS)
+        fitting = (length for length in range(payload, payload + scans.WARPS * step, step)
+                   if sum(count * -(-units // length) for count, units in tiles) <= line.num_ctas)
         costs.append(next(fitting, costs[0]) + line.piece_cost)
     return min(costs)
 
@@ -196,8 +204,10 @@ CHOICES = {
     "even": (H200, Batch((4,) * 90, (prefix_of(91, 4),) * 90), [63] * 130 + [0] * 2, 90),
     # Even shares are 63 units, and 8 tiles one more.
     "even, moved to the borders of tiles": (H200, Batch((64,) * 64, (prefix_of(8, 64),) * 64), None, 0),
-    # Even shares are 1001 units, and 8 tiles 31 more.
-    "many long tiles": (H200, Batch((64,) * 64, (prefix_of(129, 64),) * 64), [1001] * 131 + [965], 130),
+    # Even shares are 1001 units, and 8 tiles 31 more: less than 1 / 24.
+    "many long tiles": (H200, Batch((64,) * 64, (prefix_of(129, 64),) * 64), None, 0),
+    # Even shares are 879 units, and 7 tiles 136 more.
+    "long tiles that would not come out even": (H200, Batch((64,) * 50, (prefix_of(145, 64),) * 50), [879] * 131 + [851], 131),
     "ragged": (H200, Batch((4,) * 4, (prefix_of(1000, 4), prefix_of(10, 4), prefix_of(300, 4), prefix_of(9, 4))), [10] * 131 + [9], 2),
     # A CTA takes at least 256 keys, but not the tiles of several CTAs that would have nothing to do.
     "short tiles, fewer than CTAs": (H200, Batch((4,) * 100, (0,) * 100), [1] * 100 + [0] * 32, 0),

@@ -4,11 +4,12 @@
     apart    no CTA works on two tiles: each tile has CTAs of its own, as few as keep to a common length
     even     every CTA gets the same length of line: all end together, but many CTAs end one tile and begin another
 
-    cost in units    whole  longest share        apart  longest share + c        even  longest share + 2 c
+    cost in units    whole  longest share        apart  longest share + c        even  longest share + 2 c + 1 / 24 of it
 
 c is what loading the queries of a piece and writing its result cost. Every CTA pays it for each of its tiles; beyond that, `even` pays it for
-the second half of a tile, and both ways that cut for the merge. A deterministic plan has pieces that do not depend on the way and takes the
-even cuts.
+the second half of a tile, and both ways that cut for the merge. The 1 / 24: CTAs of a request that begin at the same key read the same rows at
+the same time, from the cache; those that begin anywhere, each from memory. A deterministic plan has pieces that do not depend on the way and
+takes the even cuts.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from .work import (
 )
 
 EVEN, APART, WHOLE = range(3)
+#: What even cuts cost since CTAs of a request are out of step, as a part of the share.
+OUT_OF_STEP = 24
 #: c, in keys: on an H200 some 3 us, in which a CTA does about 128 keys.
 PIECE_COST_KEYS = 128
 
@@ -49,11 +52,11 @@ def cutter(lang: Any, config: ScheduleConfig) -> Callable:
     def cut(ctas, requests, batch, row_heads, num_ctas, units_in_all, tiles_in_all, longest, thread):
         share = (units_in_all + num_ctas - int64(1)) // num_ctas
         payload = share if share > int64(min_units) else int64(min_units)
-        most = payload + int64(2 * cost)  # what an uncut share may be long
+        most = payload + int64(2 * cost) + payload // int64(OUT_OF_STEP)  # what an uncut share may be long
         way, length, used = int64(EVEN), payload, int64(0)
         if not deterministic:
             if tiles_in_all <= num_ctas:
-                way, length, used = choose(requests, batch, row_heads, num_ctas, tiles_in_all, payload, longest, thread)
+                way, length, used = choose(requests, batch, row_heads, num_ctas, tiles_in_all, payload, most, longest, thread)
             elif longest <= most:
                 way, length = int64(WHOLE), share
         wanted = True
@@ -167,12 +170,12 @@ def _chooser(lang: Any, config: ScheduleConfig) -> Callable:
         return used
 
     @lang.device
-    def choose(requests, batch, row_heads, num_ctas, tiles_in_all, payload, longest, thread):
-        way, length, used, best = int64(EVEN), payload, int64(0), payload + int64(2 * cost)
+    def choose(requests, batch, row_heads, num_ctas, tiles_in_all, payload, most, longest, thread):
+        way, length, used, best = int64(EVEN), payload, int64(0), most
         if longest <= best:
             way, length, used, best = int64(APART), longest, tiles_in_all, longest
         if payload + int64(cost) < best:
-            common = first_fitting(requests, batch, row_heads, num_ctas, payload, thread)
+            common = first_fitting(requests, batch, row_heads, num_ctas, payload, most - payload - int64(cost), thread)
             if common > int64(0) and common + int64(cost) < best:
                 way, length, used = int64(APART), common, assign(requests, batch, row_heads, common, thread)
         return way, length, used
@@ -181,17 +184,18 @@ def _chooser(lang: Any, config: ScheduleConfig) -> Callable:
 
 
 def _first_fitting(lang: Any, config: ScheduleConfig) -> Callable:
-    """Device function: the least length from `payload` on with which all tiles have enough CTAs; 0 if none below `payload` + c, where even cuts
-    are no dearer. Each warp tries one: with c of 8 units at most that is every length there is."""
+    """Device function: a length from `payload` on with which all tiles have enough CTAs; 0 if there is none before `payload` + `span`, where even
+    cuts are no dearer. Each warp tries one: all lengths there are, or, of long shares, eight spread evenly. A step of these is 1 / 192 of the
+    share: what is found is above the least by less."""
     uint32, int64, shared, i64, bar_sync, scan = lang.uint32, lang.int64, lang.shared, lang.i64, lang.bar_sync, warp_scan(lang)
-    split, pieces_of, step = work_split(lang, config), _pieces(lang), -(-PIECE_COST_KEYS // (config.kv_tile * WARPS))
+    split, pieces_of = work_split(lang, config), _pieces(lang)
     tiles_of, blocks_of, fields, warps, last = split.tiles, split.blocks, REQUEST_FIELDS, WARPS, uint32(WARP - 1)
 
     @lang.device
-    def first_fitting(requests, batch, row_heads, num_ctas, payload, thread):
+    def first_fitting(requests, batch, row_heads, num_ctas, payload, span, thread):
         needed = shared(uint32(8 * WARPS), i64)
-        lane, warp = uint32(thread & last), uint32(thread >> uint32(5))
-        length, need = payload + int64(warp) * int64(step), int64(0)
+        lane, warp, step = uint32(thread & last), uint32(thread >> uint32(5)), (span + int64(warps - 1)) // int64(warps)
+        length, need = payload + int64(warp) * step, int64(0)
         for r in range(int64(lane), batch, int64(WARP)):
             need = need + tiles_of(requests[r * fields + Q_LEN], row_heads) * int64(pieces_of(blocks_of(requests[r * fields + KV_LEN]), length))
         need = scan(need, lane)
@@ -202,7 +206,7 @@ def _first_fitting(lang: Any, config: ScheduleConfig) -> Callable:
         found = int64(0)
         for w in range(warps):
             if found == int64(0) and needed[uint32(w)] <= num_ctas:
-                found = payload + int64(w) * int64(step)
+                found = payload + int64(w) * step
         return found
 
     return first_fitting
