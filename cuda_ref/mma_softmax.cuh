@@ -85,5 +85,19 @@ __device__ __forceinline__ void add_rounded(const Weights<S>& weights, RowFloats
     }
 }
 
+// The same, of the lane's keys.
+template <class S>
+__device__ __forceinline__ void add_lane_rounded(const Weights<S>& weights, RowFloats<S>& rounded) {
+    using Element = typename S::Element;
+#pragma unroll
+    for (int i = 0; i < S::LANE_ROWS; ++i) {
+#pragma unroll
+        for (int n = 0; n < S::KEY_TILES; ++n) {
+            const uint32_t x = weights[i / 2][n][i % 2];
+            rounded[i] += Element::to_float(static_cast<uint16_t>(x)) + Element::to_float(static_cast<uint16_t>(x >> 16));
+        }
+    }
+}
+
 }  // namespace mma
 }  // namespace nvr

@@ -49,19 +49,19 @@ __device__ __forceinline__ void produce(const VerifyParams& params, uint32_t bas
     while (walk.left != 0) {
         find_tile<C>(plan, &walk);
         const Request& request = request_of(plan, walk);
-        // Uniform what can be, and worked out again what can be: a producer has 24 registers.
+        // Uniform what can be, worked out again what can be, and done with the request before the copies: a producer has 24 registers.
         const uint32_t rows = tokens_there(params, request) * plan.row_heads;
         const uint32_t kv_len = uniform(static_cast<uint32_t>(request.kv_len));
         const uint32_t pooled = plan.config.draft_in_cache ? kv_len : static_cast<uint32_t>(request.prefix);
         const uint32_t slot0 = uniform(static_cast<uint32_t>(request.slot_begin)), draft0 = uniform(static_cast<uint32_t>(request.q_begin));
+        const uint32_t first = walk.tile * C::ROWS, steps = piece_length<C>(plan, walk), end = uniform(number + C::Q_SLOTS + steps);
         uint32_t key = walk.unit * C::KEYS + row;
+        go_on<C>(plan, steps, &walk);
         uint32_t found[PASSES];
         find_slots(plan.workspace.slots, slot0, key, pooled, found);
         // While these are on their way.
-        fetch_queries<C>(params, base, target, number, opaque(t), walk.tile * C::ROWS, rows, request.q_begin);
+        fetch_queries<C>(params, base, target, number, opaque(t), first, rows, draft0);
         number += C::Q_SLOTS;
-        const uint32_t steps = piece_length<C>(plan, walk), end = uniform(number + steps);
-        go_on<C>(plan, steps, &walk);
 #pragma unroll 1
         for (; number != end; ++number) {
             const uint32_t place = place_of<C::SLOTS>(number);

@@ -49,7 +49,7 @@ __device__ __forceinline__ void take_queries(uint32_t base, uint32_t number, uin
 #pragma unroll
         for (int i = 0; i < S::WARP_ROWS; ++i) target[i * ROW_WORDS] = moved[i];
     }
-    // All lanes have read their part of Q; and, before this piece, the mark that is put down anew.
+    // All lanes have read their part of Q.
     __syncwarp();
     if (lane != 0) return;
     // Arrivals that value warps make at other slots: they have no use for Q.
@@ -61,8 +61,8 @@ __device__ __forceinline__ void take_queries(uint32_t base, uint32_t number, uin
 // Rows of Q or keys. K-major, 128-byte swizzle: 8 rows are 1024 bytes; a k step is 32 bytes further.
 using Rows = Operand<16, PATTERN_BYTES, 128>;
 
-// scores = 64 rows times the keys of a step, over all of a row's dims, but for what wgmma_wait<0>(scores) waits for. q_rest: where that part of Q
-// starts which is in shared memory; k: where the step's slot does. Returns when the last segment is left.
+// Begins scores = 64 rows times the keys of a step, over all of a row's dims. After wgmma_wait<1> the last segment is left, after
+// wgmma_wait<0>(scores) the scores are there. q_rest: where that part of Q starts which is in shared memory; k: where the step's slot does.
 template <class S>
 __device__ __forceinline__ void begin_products(const Queries<S>& q, const Rows& q_rest, const Rows& k, Scores<S>& scores) {
     // The last segment is a group of its own: when the others are done, whoever waits for the tensor cores may line up behind it. The scores of
@@ -83,43 +83,90 @@ __device__ __forceinline__ void begin_products(const Queries<S>& q, const Rows& 
         }
     }
     ptx::wgmma_commit();
-    ptx::wgmma_wait<1>();
 }
 
-// The peaks follow where a row outgrew them, and the sums the peaks. Whether a lane's output has to be rescaled.
+// log2 of how far the sum of a lane's weights of one row and step may grow, and then, of how far a row's largest score may be above its peak. A lane
+// has at most 16 keys of a row: the first being exceeded, the second is, and peaks move. Far from float16's 65504.
+constexpr float GROWN_SUM = 256.0f, LANE_GROWTH = 4.0f;
+
+// Where a score warp is, like Mark; piece: a count. end: the number after the piece's last step; plain_end: that after its last plain one (see
+// plain_steps); first_key: what its first key would be if it began with step 0. They would live through all steps, in registers that Q wants.
+struct ScoreMark {
+    Walk walk;
+    uint32_t piece, end, plain_end, first_key;
+};
+static_assert(sizeof(ScoreMark) <= MARK_BYTES, "has room");
+
+template <class C>
+__device__ __forceinline__ ScoreMark* score_mark_of(uint32_t w) {
+    return reinterpret_cast<ScoreMark*>(mark_of<C>(w));
+}
+
+// The step's weights, and their sums over the lane's keys, exact and as rounded.
 template <class S>
-__device__ __forceinline__ bool move_peaks(const RowFloats<S>& maxima, RowFloats<S>& peak, RowFloats<S>& total, RowFloats<S>& rounded,
-                                           RowFloats<S>& alpha) {
+__device__ __forceinline__ void weigh_step(Scores<S>& scores, float factor, const RowFloats<S>& peak, Weights<S>& weights, RowFloats<S>& exact,
+                                           RowFloats<S>& weighed) {
+#pragma unroll
+    for (int i = 0; i < S::LANE_ROWS; ++i) exact[i] = weighed[i] = 0.0f;
+    weigh<S>(scores, factor, peak, exact, weights);
+    // By lanes, not by tensor cores: it fits in between the exponentials, of which a quarter of an SM makes 4 a clock.
+    add_lane_rounded<S>(weights, weighed);
+}
+
+// The peaks follow where a row outgrew them, and the sums the peaks. Whether the warp's output has to be rescaled: by factors that are put in place.
+template <class S>
+__device__ __forceinline__ uint32_t move_peaks(Scores<S>& scores, float factor, RowFloats<S>& peak, RowFloats<S>& total, RowFloats<S>& rounded,
+                                               uint32_t place, uint32_t w, uint32_t lane) {
     bool grew = false;
+    float* factors = shared_array<float>(S::ALPHA) + place * S::ROWS + w * S::WARP_ROWS + lane / 4;
+    RowFloats<S> maxima;
+    find_maxima<S>(scores, factor, maxima);
 #pragma unroll
     for (int i = 0; i < S::LANE_ROWS; ++i) {
-        alpha[i] = 1.0f;
-        if (maxima[i] > peak[i] + GROWTH) {
-            alpha[i] = ptx::ex2_approx_f32(peak[i] - maxima[i]);
+        float alpha = 1.0f;
+        if (maxima[i] > peak[i] + LANE_GROWTH) {
+            alpha = ptx::ex2_approx_f32(peak[i] - maxima[i]);
             // What was seen at -inf weighs nothing: there is no output to rescale yet.
             grew |= peak[i] > -INFINITY;
             peak[i] = maxima[i];
-            total[i] *= alpha[i];
-            rounded[i] *= alpha[i];
+            total[i] *= alpha;
+            rounded[i] *= alpha;
         }
+        if (lane % 4 == 0) factors[8 * i] = alpha;
     }
-    return grew;
+    return __ballot_sync(ALL_LANES, grew);
 }
 
-// Weights, factors and flag of this warp to shared memory. Weights in core matrices of 8 rows x 16 bytes, one after the other along the keys: what
-// a warp writes at once is 128 bytes in a row. grew: nonzero in all lanes or in none.
 template <class S>
-__device__ __forceinline__ void hand_over_weights(const Weights<S>& weights, const RowFloats<S>& alpha, uint32_t grew, uint32_t place, uint32_t w,
-                                                  uint32_t lane) {
+__device__ __forceinline__ void add_rows(const RowFloats<S>& exact, const RowFloats<S>& weighed, RowFloats<S>& total, RowFloats<S>& rounded) {
+#pragma unroll
+    for (int i = 0; i < S::LANE_ROWS; ++i) {
+        total[i] += exact[i];
+        rounded[i] += weighed[i];
+    }
+}
+
+// Weights of this warp to shared memory, in core matrices of 8 rows x 16 bytes, one after the other along the keys: what a warp writes at once is
+// 128 bytes in a row.
+template <class S>
+__device__ __forceinline__ void hand_over_weights(const Weights<S>& weights, uint32_t place, uint32_t w, uint32_t lane) {
     uint32_t* words = shared_array<uint32_t>(S::WEIGHTS + place * S::WEIGHTS_PITCH) + w * (2 * S::KEY_TILES * WARP) + lane;
-    float* factors = shared_array<float>(S::ALPHA) + place * S::ROWS + w * S::WARP_ROWS + lane / 4;
 #pragma unroll
     for (int i = 0; i < S::LANE_ROWS; ++i) {
 #pragma unroll
         for (int n = 0; n < S::KEY_TILES; ++n) words[(i * S::KEY_TILES + n) * WARP] = weights[0][n][i];
-        if (lane % 4 == 0) factors[8 * i] = alpha[i];
     }
+}
+
+// grew: nonzero in all lanes or in none.
+template <class S>
+__device__ __forceinline__ void hand_over_flag(uint32_t grew, uint32_t place, uint32_t w, uint32_t lane) {
     if (lane == 0) shared_array<uint32_t>(S::FLAGS)[place * SCORE_WARPS + w] = grew;
+}
+
+__device__ __forceinline__ float over_quad(float x) {
+    x += __shfl_xor_sync(ALL_LANES, x, 1);
+    return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
 
 // At the last step of a piece: sums of the weights, exact and as rounded, and the peaks that they are measured from. row: the lane's first.
@@ -128,12 +175,11 @@ __device__ __forceinline__ void hand_over_sums(const RowFloats<S>& total, const 
                                                uint32_t row, uint32_t lane) {
 #pragma unroll
     for (int i = 0; i < S::LANE_ROWS; ++i) {
-        float x = total[i] + __shfl_xor_sync(ALL_LANES, total[i], 1);
-        x += __shfl_xor_sync(ALL_LANES, x, 2);
+        const float exact = over_quad(total[i]), weighed = over_quad(rounded[i]);
         if (lane % 4 == 0) {
             const uint32_t at = piece % SUM_PLACES * S::ROWS + row + 8 * i;
-            shared_array<float>(S::TOTALS)[at] = x;
-            shared_array<float>(S::ROUNDED)[at] = rounded[i];
+            shared_array<float>(S::TOTALS)[at] = exact;
+            shared_array<float>(S::ROUNDED)[at] = weighed;
             shared_array<float>(S::REFERENCES)[at] = peak[i];
         }
     }
@@ -152,6 +198,80 @@ __device__ __forceinline__ void clear_poison(Scores<S>& scores, const Seen<S>& s
     if ((poison[0] | poison[1] | poison[2] | poison[3]) != 0) zero_poisoned<S>(w * WARP + lane, number, key0, prefix);
 }
 
+// Begins the step's products. keys: Rows::low of the slot at `place`; turn: parity of its phase; landed: whether the keys are known to be there.
+template <class S>
+__device__ __forceinline__ void multiply(const Queries<S>& q, const Rows& q_rest, uint32_t keys, uint32_t base, uint32_t place, uint32_t turn,
+                                         bool landed, Scores<S>& scores) {
+    // The step's keys, copied by the producers, have landed; products read them, and Q, by the other proxy.
+    if (!landed) ptx::mbarrier_wait(barrier_at<S::FULL>(base, place), turn);
+    ptx::fence_proxy_async();
+    begin_products<S>(q, q_rest, Rows::at_low(keys), scores);
+}
+
+// Returns when the scores are there.
+template <class S>
+__device__ __forceinline__ void finish_products(uint32_t base, uint32_t place, uint32_t lane, Scores<S>& scores) {
+    ptx::wgmma_wait<1>();
+    // All but the last products of this warp are done: value warps that wait for it may use the tensor cores after those.
+    if (S::DELAYED > 0 && lane == 0) ptx::mbarrier_arrive(barrier_at<S::SCORED>(base, place));
+    ptx::wgmma_wait<0>(scores);
+}
+
+// Steps `number` to `end` of a piece, whose keys all rows see, without logit_cap and with a scale that is not negative: nearly all steps. Returns
+// whether the scores of the step it ended at are made.
+//
+// A loop of their own, so that what they do not need does not lie between: each jump over code costs a fetch of instructions, and all else waits
+// for the score warps. It does not look for the rows' largest scores either, only whether the sum of a lane's weights stays small. A step where
+// it does not ends the loop, with its scores made and nothing else done.
+template <class S>
+__device__ __forceinline__ bool plain_steps(uint32_t end, uint32_t base, uint32_t t, uint32_t& number, const Queries<S>& q, const Rows& q_rest,
+                                            Scores<S>& scores, float scale, const RowFloats<S>& peak, RowFloats<S>& total, RowFloats<S>& rounded) {
+    uint32_t place = place_of<S::SLOTS>(number), turn = phase_of<S::SLOTS>(number), keys = Rows::low(base + S::RING + place * S::BLOCK_BYTES);
+    bool landed = false;
+#pragma unroll 1
+    while (number < end) {
+        multiply<S>(q, q_rest, keys, base, place, turn, landed, scores);
+        // While the tensor cores are busy: places, worked out again, since what is known before the products takes registers from Q; and those of the
+        // next step (a copy stays where it is made).
+        const uint32_t here = opaque(t), w = here / WARP, lane = here % WARP, now = place, following = opaque(number + 1);
+        place = opaque(place_of<S::SLOTS>(following));
+        turn = opaque(phase_of<S::SLOTS>(following));
+        keys = opaque(Rows::low(base + S::RING + place * S::BLOCK_BYTES));
+        finish_products<S>(base, now, lane, scores);
+        // All score warps have read the step's keys: the weights may take the place of the last of their dims.
+        score_sync();
+        Weights<S> weights;
+        RowFloats<S> exact, weighed;
+        weigh_step<S>(scores, scale, peak, weights, exact, weighed);
+        hand_over_weights<S>(weights, now, w, lane);
+        // Asked early, since the answer takes its time.
+        landed = ptx::mbarrier_test(barrier_at<S::FULL>(base, place), turn);
+        bool outgrown = false;
+#pragma unroll
+        for (int i = 0; i < S::LANE_ROWS; ++i) outgrown |= exact[i] > GROWN_SUM || peak[i] == -INFINITY;
+        if (__ballot_sync(ALL_LANES, outgrown) != 0) return true;
+        add_rows<S>(exact, weighed, total, rounded);
+        hand_over_flag<S>(0, now, w, lane);
+        // All lanes have written their weights, and lane 0 that no output has to be rescaled.
+        __syncwarp();
+        // The value warps may read them, when those of all warps are there.
+        if (lane == 0) ptx::mbarrier_arrive(barrier_at<S::READY>(base, now));
+        number = following;
+    }
+    return false;
+}
+
+// A score warp's mark, of a piece whose steps begin with `number`.
+template <class S>
+__device__ __forceinline__ ScoreMark piece_mark(const VerifyParams& params, const Walk& walk, uint32_t piece, uint32_t number) {
+    const Plan& plan = params.plan;
+    const uint32_t count = piece_length<S>(plan, walk), key0 = walk.unit * S::KEYS, prefix = static_cast<uint32_t>(request_of(plan, walk).prefix);
+    const bool plain = params.tensors.sm_scale >= 0.0f && !(params.tensors.logit_cap > 0.0f);
+    const uint32_t whole = plain && key0 < prefix ? (prefix - key0) / S::KEYS : 0;
+    // The last step of a piece has more to do.
+    return {walk, piece, number + count, number + (whole < count ? whole : count - 1), key0 - number * S::KEYS};
+}
+
 // One score thread from start to end. t: thread of the role.
 template <class C>
 __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base, uint32_t t) {
@@ -162,13 +282,14 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
     Walk walk = begin_share(plan);
     while (walk.left != 0) {
         find_tile<S>(plan, &walk);
-        uint32_t count = piece_length<S>(plan, walk);
-        const uint32_t prefix = static_cast<uint32_t>(request_of(plan, walk).prefix);
+        // All lanes have picked up the mark that is put down anew.
+        __syncwarp();
+        const uint32_t thread = opaque(t);
+        if (thread % WARP == 0) *score_mark_of<S>(thread / WARP) = piece_mark<S>(params, walk, piece, number + S::Q_SLOTS);
         Queries<S> q;
-        take_queries<S>(base, number, t / WARP, t % WARP, q);
+        take_queries<S>(opaque(base), number, thread / WARP, thread % WARP, q);
         number += S::Q_SLOTS;
-        if (t % WARP == 0) *mark_of<S>(t / WARP) = {walk, number, 0};
-        // Q is where it belongs, the part of every warp: a product belongs to all four.
+        // Q is where it belongs, the part of every warp: a product belongs to all four. And the mark is there.
         score_sync();
         RowFloats<S> peak, total, rounded;
 #pragma unroll
@@ -176,56 +297,52 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
             peak[i] = -INFINITY;
             total[i] = rounded[i] = 0.0f;
         }
-        uint32_t key0 = walk.unit * S::KEYS;
+        bool more = true;
 #pragma unroll 1
-        for (; count != 0; --count) {
-            const bool masked = key0 + S::KEYS > prefix;
+        while (more) {
+            Scores<S> scores;
+            const uint32_t plain_end = score_mark_of<S>(opaque(t) / WARP)->plain_end;
+            const bool scored = plain_steps<S>(plain_end, base, t, number, q, q_rest, scores, params.tensors.sm_scale * LOG2E, peak, total, rounded);
+            const uint32_t before = opaque(t), slot = place_of<S::SLOTS>(number);
+            const ScoreMark& at = *score_mark_of<S>(before / WARP);
+            const Request& request = request_of(plan, at.walk);
+            const uint32_t key0 = at.first_key + number * S::KEYS;
+            const bool masked = key0 + S::KEYS > static_cast<uint32_t>(request.prefix);
             Seen<S> seen;
             if (masked) {
-                // Where the request is, is looked up in the few steps that want it: it would live through all the others.
-                const Walk at = mark_of<S>(t / WARP)->walk;
-                look<S>(plan, request_of(plan, at), key0, at.tile * S::ROWS + t / WARP * S::WARP_ROWS + t % WARP / 4, t % WARP, seen);
+                look<S>(plan, request, key0, at.walk.tile * S::ROWS + before / WARP * S::WARP_ROWS + before % WARP / 4, before % WARP, seen);
             }
-            const uint32_t slot = place_of<S::SLOTS>(number);
-            const Rows k(base + S::RING + slot * S::BLOCK_BYTES);
-            // The step's keys, copied by the producers, have landed; products read them, and Q, by the other proxy.
-            ptx::mbarrier_wait(barrier_at<S::FULL>(base, slot), phase_of<S::SLOTS>(number));
-            ptx::fence_proxy_async();
-            Scores<S> scores;
-            begin_products<S>(q, q_rest, k, scores);
-            // Worked out again: what is known before the products takes registers from Q.
+            if (!scored) {
+                // As in plain_steps; what is said there goes for here.
+                multiply<S>(q, q_rest, Rows::low(base + S::RING + slot * S::BLOCK_BYTES), base, slot, phase_of<S::SLOTS>(number), false, scores);
+                finish_products<S>(base, slot, opaque(t) % WARP, scores);
+            }
             const uint32_t here = opaque(t), w = here / WARP, lane = here % WARP, place = place_of<S::SLOTS>(opaque(number));
-            // All but the last products of this warp are done: value warps that wait for it may use the tensor cores after those.
-            if (S::DELAYED > 0 && lane == 0) ptx::mbarrier_arrive(barrier_at<S::SCORED>(base, place));
-            ptx::wgmma_wait<0>(scores);
-            if (masked) clear_poison<S>(scores, seen, w, lane, number, key0, prefix);
+            const ScoreMark& mark = *score_mark_of<S>(w);
+            if (masked) {
+                clear_poison<S>(scores, seen, w, lane, number, mark.first_key + number * S::KEYS,
+                                static_cast<uint32_t>(request_of(plan, mark.walk).prefix));
+            }
             float factor = to_log2<S>(params.tensors, scores);
             if (masked) factor = hide<S>(scores, seen, factor);
-            RowFloats<S> maxima, alpha;
-            find_maxima<S>(scores, factor, maxima);
-            const uint32_t grew = __ballot_sync(ALL_LANES, move_peaks<S>(maxima, peak, total, rounded, alpha));
+            hand_over_flag<S>(move_peaks<S>(scores, factor, peak, total, rounded, place, w, lane), place, w, lane);
             Weights<S> weights;
-            weigh<S>(scores, factor, peak, total, weights);
-            // All score warps have read the step's keys: the weights may take the place of the last of their dims.
-            score_sync();
-            hand_over_weights<S>(weights, alpha, grew, place, w, lane);
-            const bool last = count == 1;
-            if (last) {
-                add_rounded<S>(weights, rounded);
-                hand_over_sums<S>(total, rounded, peak, piece, w * S::WARP_ROWS + lane / 4, lane);
-            }
+            RowFloats<S> exact, weighed;
+            weigh_step<S>(scores, factor, peak, weights, exact, weighed);
+            add_rows<S>(exact, weighed, total, rounded);
+            // If scored it is said; and other warps, whose weights stayed small, may be at the next step.
+            if (!scored) score_sync();
+            hand_over_weights<S>(weights, place, w, lane);
+            more = ++number != mark.end;
+            if (!more) hand_over_sums<S>(total, rounded, peak, mark.piece, w * S::WARP_ROWS + lane / 4, lane);
             // All lanes have written their weights, factors and, at the end of a piece, sums.
             __syncwarp();
-            // The value warps may read them, when those of all warps are there.
             if (lane == 0) ptx::mbarrier_arrive(barrier_at<S::READY>(base, place));
-            // After the value warps were told: nobody waits for these products.
-            if (!last) add_rounded<S>(weights, rounded);
-            key0 += S::KEYS;
-            ++number;
         }
-        walk = mark_of<S>(t / WARP)->walk;
+        const ScoreMark mark = *score_mark_of<S>(opaque(t) / WARP);
+        walk = mark.walk;
         go_on<S>(plan, piece_length<S>(plan, walk), &walk);
-        ++piece;
+        piece = mark.piece + 1;
     }
 }
 

@@ -64,8 +64,17 @@ __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ALL
 template <int LEADING, int STRIDE, int SWIZZLE>
 class Operand {
   public:
-    __device__ __forceinline__ explicit Operand(uint32_t address)
-        : low_(uniform(static_cast<uint32_t>(ptx::wgmma_descriptor<LEADING, STRIDE, SWIZZLE>(address)))) {}
+    __device__ __forceinline__ explicit Operand(uint32_t address) : low_(uniform(low(address))) {}
+
+    // In two steps: the low half of its descriptor, worked out early, and the operand.
+    static __device__ __forceinline__ uint32_t low(uint32_t address) {
+        return static_cast<uint32_t>(ptx::wgmma_descriptor<LEADING, STRIDE, SWIZZLE>(address));
+    }
+    static __device__ __forceinline__ Operand at_low(uint32_t low) {
+        Operand operand;
+        operand.low_ = uniform(low);
+        return operand;
+    }
 
     // The descriptor of what lies `bytes`, a multiple of 16, further.
     __device__ __forceinline__ uint64_t at(uint32_t bytes) const {
@@ -74,6 +83,8 @@ class Operand {
     }
 
   private:
+    __device__ __forceinline__ Operand() {}
+
     uint32_t low_;
 };
 

@@ -139,13 +139,15 @@ def test_products_follow_each_other(tmp_path):
     toolchain.run([str(nvcc.path), *build.NVCC_FLAGS, *nvcc.flags, "-arch=sm_90a", "-cubin", str(build.SOURCE_DIR / "wgmma_bf16.cu"), "-o",
                    str(cubin)], "compiling failed")  # fmt: skip
     (code,) = (code for name, code in sass.opcodes(cubin.read_bytes()).items() if "DimsILi512ELi64E" in name)
-    for product, count in (("HGMMA.64x48x16.F32.BF16", 36), ("HGMMA.64x128x16.F32.BF16", 6)):
+    # Scores are made at two places: plain steps and all others.
+    for product, count, sites in (("HGMMA.64x48x16.F32.BF16", 36, 2), ("HGMMA.64x128x16.F32.BF16", 6, 1)):
         places = [i for i, name in enumerate(code) if name == product]
-        assert len(places) == count
-        between = [code[first + 1:last] for first, last in itertools.pairwise(places)]
-        # Behind the first there may be something that needs no result of them.
-        assert all(len(names) <= 4 and all(name.startswith(("U", "R2UR")) for name in names) for names in between[1:]), between
-    # A wait for each array of accumulators, of which the scores are one and the output two, one for all segments of the scores but the last, and
-    # none that ptxas put in.
+        assert len(places) == count * sites
+        for site in range(sites):
+            between = [code[first + 1:last] for first, last in itertools.pairwise(places[site * count:(site + 1) * count])]
+            # Behind the first there may be something that needs no result of them.
+            assert all(len(names) <= 4 and all(name.startswith(("U", "R2UR")) for name in names) for names in between[1:]), between
+    # A wait for each array of accumulators, of which the scores are one a site and the output two, one a site for all segments of the scores but the
+    # last, and none that ptxas put in.
     waits = [name for name in code if name.startswith("WARPGROUP.DEPBAR")]
-    assert len(waits) == 4
+    assert len(waits) == 6

@@ -32,6 +32,7 @@ from .warpgroup import (  # noqa: F401 (part of this vocabulary)
 
 # --- types ------------------------------------------------------------------------------------------------------------
 
+uint16 = numpy.uint16
 uint32 = numpy.uint32
 int32 = numpy.int32
 uint64 = numpy.uint64

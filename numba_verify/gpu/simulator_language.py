@@ -34,6 +34,7 @@ _frame = sys._getframe
 # --- types ------------------------------------------------------------------------------------------------------------
 
 # `partial` of a C function: half the price of a Python function, and casts are the most frequent call of all.
+uint16 = functools.partial(operator.and_, 0xFFFF)
 uint32 = functools.partial(operator.and_, 0xFFFFFFFF)
 uint64 = functools.partial(operator.and_, 0xFFFFFFFFFFFFFFFF)
 float32 = float

@@ -16,18 +16,21 @@ class Softmax(NamedTuple):
     maxima(step_peak, scores, factor): the rows' largest.  weigh(weights, scores, factor, peak, total): weights, two to a word, and their sums as
     they are, of the lane's keys, for the lse.  add_rounded(rounded, weights): the sums as the value warps see them, of all keys of the step, to
     divide by. A weight of 100 may be rounded by 0.2: divided by the exact sum, a row of one large weight would be off by as much.
+    add_lane_rounded: the same, of the lane's keys.
     """
 
     to_log2: Callable
     maxima: Callable
     weigh: Callable
     add_rounded: Callable
+    add_lane_rounded: Callable
 
 
 def softmax_of(lang: Any, config: MmaConfig) -> Softmax:
     """Build the functions in the vocabulary `lang`."""
     uint32, float32, unroll, maximum, shuffle = lang.uint32, lang.float32, lang.unroll, lang.max_f32, lang.shfl_sync_bfly_f32
-    exp2, tanh, fma = lang.ex2_approx_f32, lang.tanh_f32, lang.fma_f32
+    exp2, tanh, fma, uint16 = lang.ex2_approx_f32, lang.tanh_f32, lang.fma_f32, lang.uint16
+    widen = lang.bf16_to_f32 if config.shape.dtype == "bfloat16" else lang.f16_to_f32
     pack = lang.f32_to_bf16x2 if config.shape.dtype == "bfloat16" else lang.f32_to_f16x2
     mma = lang.mma_m16n8k16_bf16 if config.shape.dtype == "bfloat16" else lang.mma_m16n8k16_f16
     ones = uint32(0x3F803F80 if config.shape.dtype == "bfloat16" else 0x3C003C00)
@@ -91,4 +94,13 @@ def softmax_of(lang: Any, config: MmaConfig) -> Softmax:
                 x = mma(weights[j], weights[j + 1], weights[j + 2], weights[j + 3], ones, ones, float32(0), float32(0), float32(0), float32(0))
                 rounded[2 * m], rounded[2 * m + 1] = rounded[2 * m] + x[0], rounded[2 * m + 1] + x[2]
 
-    return Softmax(to_log2, maxima, weigh, add_rounded)
+    @lang.device
+    def add_lane_rounded(rounded, weights):
+        for i in range(rows_here):
+            unroll()
+            for n in range(key_tiles):
+                unroll()
+                x = weights[(i // 2 * key_tiles + n) * 2 + i % 2]
+                rounded[i] = rounded[i] + (widen(uint16(x)) + widen(uint16(x >> uint32(16))))
+
+    return Softmax(to_log2, maxima, weigh, add_rounded, add_lane_rounded)

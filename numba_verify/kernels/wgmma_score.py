@@ -12,20 +12,25 @@ The weights of a step take the place of its last 64 dims, which no value is made
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from .config import WARP
 from .mma_config import CURSOR_WORDS, SEGMENT_BYTES
 from .mma_mask import mask_of, poison_remover, seen_words
-from .mma_score import GROWTH
-from .mma_softmax import softmax_of
+from .mma_softmax import Softmax, softmax_of
 from .mma_work import block_bytes
 from .tile import LOG2_E
 from .wgmma_config import PATTERN_BYTES, ROWS, SEGMENT_STEPS, SUM_PLACES, VALUE_WARPS, WARPGROUP, WgmmaConfig
-from .wgmma_work import Parts, operand
+from .wgmma_work import Operand, Parts, operand
 from .work import KV_LEN, PREFIX, Q_BEGIN, Q_LEN, REQUEST_FIELDS
 
 WARPS = WARPGROUP // WARP
+#: Words of a score warp's cursor: the number after the piece's last step; that after its last plain one (see `_plain_steps`); and what its first
+#: key would be if it began with step 0. They would live through all steps, in registers that Q wants.
+END_WORD, PLAIN_WORD, KEY_WORD = 5, 6, 7
+#: log2 of how far the sum of a lane's weights of one row and step may grow, and then, of how far a row's largest score may be above its peak. A
+#: lane has at most 16 keys of a row: the first being exceeded, the second is, and peaks move. Far from float16's 65504.
+GROWN_SUM, GROWTH = 8.0, 4.0
 
 
 def _queries(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
@@ -72,7 +77,7 @@ def _queries(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
             for i in range(16):
                 unroll()
                 words[target + uint32(i * row_words)] = moved[i]
-        # All lanes have read their part of Q; and, before this piece, the cursor that is put down anew.
+        # All lanes have read their part of Q.
         warp_sync()
         if lane == uint32(0):
             for i in range(slots):
@@ -81,9 +86,18 @@ def _queries(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
     return take
 
 
-def _products(lang: Any, config: WgmmaConfig) -> tuple[Callable, ...]:
-    """(start, begin, end): start(address) of an operand; begin(scores, q, ...): 64 rows times the keys of a step, over all of row_dim, but for what
-    end(scores) waits for."""
+class Products(NamedTuple):
+    """S = Q K^T. rows: of Q or keys, an operand. begin(scores, q, ...): 64 rows times the keys of a step, over all of row_dim; wait_for_most():
+    until only the last segment is left; end(scores): until the scores are there."""
+
+    rows: Operand
+    begin: Callable
+    wait_for_most: Callable
+    end: Callable
+
+
+def _products(lang: Any, config: WgmmaConfig) -> Products:
+    """Build them in the vocabulary `lang`."""
     uint32, unroll, keys, dtype = lang.uint32, lang.unroll, config.tile.keys, config.shape.dtype
     held, segments, segment = min(config.tile.q_segments, config.segments), config.segments, config.segment_bytes
     from_registers, from_shared = lang.wgmma_rs(keys, dtype, False), lang.wgmma_ss(keys, dtype, False)
@@ -91,11 +105,11 @@ def _products(lang: Any, config: WgmmaConfig) -> tuple[Callable, ...]:
                                                      lang.wgmma_wait(1, 0))
     # K-major, 128-byte swizzle: 8 rows are 1024 bytes; a k step is 32 bytes further.
     rows, steps, q_segment = operand(lang, 16, PATTERN_BYTES, 128), SEGMENT_STEPS, ROWS * SEGMENT_BYTES
-    start, at = rows.start, rows.at
+    at = rows.at
 
     @lang.device
     def begin(scores, q, q_rest, k):
-        """q_rest: where that part of Q starts which is in shared memory; k: where the step's slot does. Returns when the last segment is left."""
+        """q_rest: where that part of Q starts which is in shared memory; k: where the step's slot does."""
         # The last segment is a group of its own: when the others are done, whoever waits for the tensor cores may line up behind it. The scores of
         # the step before have been read: their registers are overwritten now.
         fence()
@@ -117,64 +131,73 @@ def _products(lang: Any, config: WgmmaConfig) -> tuple[Callable, ...]:
                 from_shared(scores, at(q_rest, uint32(((s - held) * q_segment + 32 * i) >> 4)), at(k, uint32((s * segment + 32 * i) >> 4)),
                             uint32(1))
         commit()
-        wait_for_most()
 
-    return start, begin, wait
+    return Products(rows, begin, wait_for_most, wait)
 
 
-def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
-    """Device function that one score thread runs from start to end."""
-    uint32, uint64, int64, float32, unroll = lang.uint32, lang.uint64, lang.int64, lang.float32, lang.unroll
-    shared, f32, u32, exp2, opaque, pointer, i64 = lang.shared, lang.f32, lang.u32, lang.ex2_approx_f32, lang.opaque, lang.pointer, lang.i64
-    shuffle, any_lane, wait, arrive = lang.shfl_sync_bfly_f32, lang.vote_sync_any, lang.mbarrier_wait(True), lang.mbarrier_arrive
-    warp_sync, proxy_fence, score_sync = lang.bar_warp_sync, lang.fence_proxy_async, lang.named_barrier(1, WARPGROUP).sync
-    tile, at, fields = config.tile, config.layout, REQUEST_FIELDS
-    find, stop_of, units_of, place_of, phase_of = parts.walk.find, parts.walk.stop, parts.walk.units, parts.ring.place, parts.ring.phase
-    share_begin, put_down, pick_up, take_queries = parts.share_begin, parts.cursor.put, parts.cursor.get, _queries(lang, config, parts)
-    start, begin_products, end_products = _products(lang, config)
-    zero_poisoned, masks, softmax = poison_remover(lang, config, parts.swizzle, parts.ring), mask_of(lang, config), softmax_of(lang, config)
-    look, poisoned, hide, to_log2, maxima, weigh = masks.look, masks.poisoned, masks.hide, softmax.to_log2, softmax.maxima, softmax.weigh
-    add_rounded = softmax.add_rounded
-    keys, chunks, q_slots, delayed = tile.keys, tile.keys // 8, tile.q_slots, tile.delayed > 0
-    new_q, new_scores, new_weights = (lang.local_array(16 * min(tile.q_segments, config.segments), u32), lang.local_array(keys // 2, f32),
-                                      lang.local_array(keys // 4, u32))
-    new_rows, new_seen = lang.local_array(2, f32), lang.local_array(2 * seen_words(config), u32)
-    size, growth, log2e, minus_infinity = uint32(block_bytes(config)), float32(GROWTH), float32(LOG2_E), float32(-float("inf"))
-    ring_at, q_at, cursors_at = uint32(at.ring), uint32(at.q), uint32(at.cursors // 4)
-    full_at, ready_at, scored_at = uint32(at.full), uint32(at.ready), uint32(at.scored)
-    alpha_at, totals_at, rounded_at, references_at, flags_at, poison_at = (
-        uint32(x // 4) for x in (at.alpha, at.totals, at.rounded, at.references, at.flags, at.poison))
+class Weighing(NamedTuple):
+    """Device functions that turn the step's scores into weights and hand them over; see `_weighing`."""
+
+    weigh: Callable
+    move_peaks: Callable
+    hand_over: Callable
+    hand_over_sums: Callable
+
+
+def _weighing(lang: Any, config: WgmmaConfig, softmax: Softmax) -> Weighing:
+    """Build them in the vocabulary `lang`."""
+    uint32, float32, unroll, shared, f32, u32 = lang.uint32, lang.float32, lang.unroll, lang.shared, lang.f32, lang.u32
+    exp2, shuffle, any_lane = lang.ex2_approx_f32, lang.shfl_sync_bfly_f32, lang.vote_sync_any
+    maxima, to_weights, add_rounded = softmax.maxima, softmax.weigh, softmax.add_lane_rounded
+    at, chunks, new_rows = config.layout, config.tile.keys // 8, lang.local_array(2, f32)
+    growth, minus_infinity = float32(GROWTH), float32(-float("inf"))
+    alpha_at, totals_at, rounded_at, references_at, flags_at = (
+        uint32(x // 4) for x in (at.alpha, at.totals, at.rounded, at.references, at.flags))
     weights_at, weights_size = (uint32(x // 4) for x in config.weights)
 
     @lang.device
-    def move_peaks(step_peak, peak, total, rounded, alpha):
-        """The peaks follow where a row outgrew them, and the sums the peaks. 1 if the output has to be rescaled."""
-        grew = uint32(0)
+    def weigh(weights, exact, weighed, scores, factor, peak):
+        """The step's weights, and their sums over the lane's keys, exact and as rounded."""
         for i in range(2):
             unroll()
-            alpha[i] = float32(1)
+            exact[i], weighed[i] = float32(0), float32(0)
+        to_weights(weights, scores, factor, peak, exact)
+        # By lanes, not by tensor cores: it fits in between the exponentials, of which a quarter of an SM makes 4 a clock.
+        add_rounded(weighed, weights)
+
+    @lang.device
+    def move_peaks(scores, factor, peak, total, rounded, place, w, lane):
+        """The peaks follow where a row outgrew them, and the sums the peaks. 1 if the output has to be rescaled: by factors that are put in place."""
+        floats, step_peak, alpha, grew = shared(uint32(0), f32), new_rows(), float32(1), uint32(0)
+        maxima(step_peak, scores, factor)
+        for i in range(2):
+            unroll()
+            alpha = float32(1)
             if step_peak[i] > peak[i] + growth:
-                alpha[i] = exp2(peak[i] - step_peak[i])
+                alpha = exp2(peak[i] - step_peak[i])
                 # What was seen at -inf weighs nothing: there is no output to rescale yet.
                 grew = uint32(1) if peak[i] > minus_infinity else grew
-                peak[i], total[i], rounded[i] = step_peak[i], total[i] * alpha[i], rounded[i] * alpha[i]
+                peak[i], total[i], rounded[i] = step_peak[i], total[i] * alpha, rounded[i] * alpha
+            if (lane & uint32(3)) == uint32(0):
+                floats[alpha_at + place * uint32(ROWS) + w * uint32(16) + (lane >> uint32(2)) + uint32(8 * i)] = alpha
         return any_lane(grew)
 
     @lang.device
-    def hand_over_weights(weights, alpha, grew, place, w, lane):
-        """Weights, factors and flag of this warp to shared memory. Weights in core matrices of 8 rows x 16 bytes, one after the other along the
-        keys: what a warp writes at once is 128 bytes in a row."""
-        words, floats = shared(uint32(0), u32), shared(uint32(0), f32)
+    def hand_over(weights, place, w, lane):
+        """Weights of this warp to shared memory, in core matrices of 8 rows x 16 bytes, one after the other along the keys: what a warp writes at
+        once is 128 bytes in a row."""
+        words = shared(uint32(0), u32)
         word = uint32(weights_at + place * weights_size + w * uint32(2 * chunks * 32) + lane)
         for i in range(2):
             unroll()
             for n in range(chunks):
                 unroll()
                 words[word + uint32((i * chunks + n) * 32)] = weights[2 * n + i]
-            if (lane & uint32(3)) == uint32(0):
-                floats[alpha_at + place * uint32(ROWS) + w * uint32(16) + (lane >> uint32(2)) + uint32(8 * i)] = alpha[i]
-        if lane == uint32(0):
-            words[flags_at + place * uint32(WARPS) + w] = grew
+
+    @lang.device
+    def over_quad(x):
+        x = x + shuffle(x, uint32(1))
+        return x + shuffle(x, uint32(2))
 
     @lang.device
     def hand_over_sums(total, rounded, peak, piece, w, lane):
@@ -182,55 +205,169 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
         floats = shared(uint32(0), f32)
         for i in range(2):
             unroll()
-            x = total[i] + shuffle(total[i], uint32(1))
-            x = x + shuffle(x, uint32(2))
+            exact, weighed = over_quad(total[i]), over_quad(rounded[i])
             if (lane & uint32(3)) == uint32(0):
                 row = uint32((piece % uint32(SUM_PLACES)) * uint32(ROWS) + w * uint32(16) + (lane >> uint32(2)) + uint32(8 * i))
-                floats[totals_at + row], floats[rounded_at + row], floats[references_at + row] = x, rounded[i], peak[i]
+                floats[totals_at + row], floats[rounded_at + row], floats[references_at + row] = exact, weighed, peak[i]
+
+    return Weighing(weigh, move_peaks, hand_over, hand_over_sums)
+
+
+def _plain_steps(lang: Any, config: WgmmaConfig, parts: Parts, products: Products, weighing: Weighing) -> Callable:
+    """run(...): steps of a piece whose keys all rows see, without logit_cap and with a scale that is not negative: nearly all steps.
+
+    A loop of their own, so that what they do not need does not lie between: each jump over code costs a fetch of instructions, and all else
+    waits for the score warps. It does not look for the rows' largest scores either, only whether the sum of a lane's weights stays small. A step
+    where it does not ends the loop, with its scores made and nothing else done.
+    """
+    uint32, float32, opaque, wait, arrive = lang.uint32, lang.float32, lang.opaque, lang.mbarrier_wait(True), lang.mbarrier_arrive
+    unroll, shared, u32, f32, test, any_lane = lang.unroll, lang.shared, lang.u32, lang.f32, lang.mbarrier_test, lang.vote_sync_any
+    warp_sync, proxy_fence, score_sync = lang.bar_warp_sync, lang.fence_proxy_async, lang.named_barrier(1, WARPGROUP).sync
+    rows, begin_products, wait_for_most, end_products = products
+    low, uniform, weigh, hand_over = rows.low, rows.uniform, weighing.weigh, weighing.hand_over
+    place_of, phase_of = parts.ring.place, parts.ring.phase
+    at, size, delayed, new_rows = config.layout, uint32(block_bytes(config)), config.tile.delayed > 0, lang.local_array(2, f32)
+    ring_at, full_at, ready_at, scored_at = uint32(at.ring), uint32(at.full), uint32(at.ready), uint32(at.scored)
+    flags_at, most, minus_infinity = uint32(at.flags // 4), float32(2.0**GROWN_SUM), float32(-float("inf"))
+
+    @lang.device
+    def run(end, base, t, number, q, q_rest, scores, weights, peak, total, rounded, scale):
+        """Steps `number` to `end`. Returns the step it ended at, and 1 if the scores of that are made."""
+        marks, exact, weighed = shared(uint32(0), u32), new_rows(), new_rows()
+        place, turn, landed, scored = place_of(number), phase_of(number), uint32(0), uint32(0)
+        keys = low(uint32(base + ring_at + place * size))
+        while number < end and scored == uint32(0):
+            k = uniform(keys)
+            # The step's keys, copied by the producers, have landed; products read them, and Q, by the other proxy.
+            if landed == uint32(0):
+                wait(uint32(base + full_at + (place << uint32(3))), turn)
+            proxy_fence()
+            begin_products(scores, q, q_rest, k)
+            # While the tensor cores are busy: places, worked out again, since what is known before the products takes registers from Q; and those of
+            # the next step (a copy stays where it is made).
+            here, now, following = opaque(t), place, opaque(uint32(number + uint32(1)))
+            w, lane, place, turn = here >> uint32(5), here & uint32(31), opaque(place_of(following)), opaque(phase_of(following))
+            keys = opaque(low(uint32(base + ring_at + place * size)))
+            wait_for_most()
+            if delayed and lane == uint32(0):
+                # All but the last products of this warp are done: value warps that wait for it may use the tensor cores after those.
+                arrive(uint32(base + scored_at + (now << uint32(3))))
+            end_products(scores)
+            # All score warps have read the step's keys: the weights may take the place of the last of their dims.
+            score_sync()
+            weigh(weights, exact, weighed, scores, scale, peak)
+            hand_over(weights, now, w, lane)
+            # Asked early, since the answer takes its time.
+            landed, outgrown = test(uint32(base + full_at + (place << uint32(3))), turn), uint32(0)
+            for i in range(2):
+                unroll()
+                if exact[i] > most or peak[i] == minus_infinity:
+                    outgrown = uint32(1)
+            scored = any_lane(outgrown)
+            if scored == uint32(0):
+                for i in range(2):
+                    unroll()
+                    total[i], rounded[i] = total[i] + exact[i], rounded[i] + weighed[i]
+                if lane == uint32(0):
+                    marks[flags_at + now * uint32(WARPS) + w] = uint32(0)
+                # All lanes have written their weights, and lane 0 that no output has to be rescaled.
+                warp_sync()
+                if lane == uint32(0):
+                    # The value warps may read them, when those of all warps are there.
+                    arrive(uint32(base + ready_at + (now << uint32(3))))
+                number = following
+        return number, scored
+
+    return run
+
+
+def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
+    """Device function that one score thread runs from start to end."""
+    uint32, uint64, int64, float32, unroll, opaque = lang.uint32, lang.uint64, lang.int64, lang.float32, lang.unroll, lang.opaque
+    shared, f32, u32, pointer, i64, any_lane = lang.shared, lang.f32, lang.u32, lang.pointer, lang.i64, lang.vote_sync_any
+    warp_sync, proxy_fence, score_sync = lang.bar_warp_sync, lang.fence_proxy_async, lang.named_barrier(1, WARPGROUP).sync
+    wait, arrive, tile, at, fields = lang.mbarrier_wait(True), lang.mbarrier_arrive, config.tile, config.layout, REQUEST_FIELDS
+    find, stop_of, units_of, place_of, phase_of = parts.walk.find, parts.walk.stop, parts.walk.units, parts.ring.place, parts.ring.phase
+    share_begin, put_down, pick_up, take_queries = parts.share_begin, parts.cursor.put, parts.cursor.get, _queries(lang, config, parts)
+    products, masks, softmax = _products(lang, config), mask_of(lang, config), softmax_of(lang, config)
+    weighing, zero_poisoned = _weighing(lang, config, softmax), poison_remover(lang, config, parts.swizzle, parts.ring)
+    plain_steps, weigh, move_peaks = _plain_steps(lang, config, parts, products, weighing), weighing.weigh, weighing.move_peaks
+    start, begin_products, wait_for_most, end_products = products.rows.start, products.begin, products.wait_for_most, products.end
+    look, poisoned, hide, to_log2 = masks.look, masks.poisoned, masks.hide, softmax.to_log2
+    hand_over, hand_over_sums = weighing.hand_over, weighing.hand_over_sums
+    keys, q_slots, delayed = tile.keys, tile.q_slots, tile.delayed > 0
+    new_q, new_scores, new_weights = (lang.local_array(16 * min(tile.q_segments, config.segments), u32), lang.local_array(keys // 2, f32),
+                                      lang.local_array(keys // 4, u32))
+    new_rows, new_seen = lang.local_array(2, f32), lang.local_array(2 * seen_words(config), u32)
+    size, log2e, minus_infinity = uint32(block_bytes(config)), float32(LOG2_E), float32(-float("inf"))
+    ring_at, q_at, cursors_at = uint32(at.ring), uint32(at.q), uint32(at.cursors // 4)
+    full_at, ready_at, scored_at, poison_at, flags_at = (uint32(at.full), uint32(at.ready), uint32(at.scored), uint32(at.poison // 4),
+                                                         uint32(at.flags // 4))
+
+    @lang.device
+    def cursor_of(w):
+        return uint32(cursors_at + w * uint32(CURSOR_WORDS))
+
+    @lang.device
+    def put_down_steps(cursor, number, count, key0, prefix, plain):
+        """Of a piece whose `count` steps begin with `number`, at key `key0`. plain: whether steps that all rows see as a whole are."""
+        marks, last, whole = shared(uint32(0), u32), uint32(count - uint32(1)), uint32(0)
+        if plain and key0 < prefix:
+            whole = uint32(uint32(prefix - key0) // uint32(keys))
+        marks[cursor + uint32(END_WORD)] = uint32(number + count)
+        # The last step of a piece has more to do.
+        marks[cursor + uint32(PLAIN_WORD)] = uint32(number + (whole if whole < last else last))
+        marks[cursor + uint32(KEY_WORD)] = uint32(key0 - number * uint32(keys))
 
     @lang.device
     def score(base, t, ctas, p, requests_address, row_heads, visibility, words, sm_scale, logit_cap):
-        w, lane, marks = t >> uint32(5), t & uint32(31), shared(uint32(0), u32)
-        q, scores, weights, seen = new_q(), new_scores(), new_weights(), new_seen()
-        peak, step_peak, alpha, total, rounded = new_rows(), new_rows(), new_rows(), new_rows(), new_rows()
+        marks, q, scores, weights, seen = shared(uint32(0), u32), new_q(), new_scores(), new_weights(), new_seen()
+        peak, total, rounded, exact, weighed = new_rows(), new_rows(), new_rows(), new_rows(), new_rows()
         scale, piece, number, q_rest = float32(sm_scale * log2e), uint32(0), uint32(0), start(uint32(base + q_at))
         (r, tile, unit, left), requests = share_begin(ctas, p, requests_address), pointer(requests_address, i64)
         while left != uint32(0):
             r, tile = find(requests, r, tile, row_heads)
-            count = uint32(stop_of(requests, r, unit, left, row_heads) - unit)
-            prefix = uint32(requests[int64(r) * fields + PREFIX])
-            take_queries(q, base, number, w, lane)
-            number = uint32(number + uint32(q_slots))
+            here, origin = opaque(t), opaque(base)
+            w, lane = here >> uint32(5), here & uint32(31)
+            # All lanes have picked up the cursor that is put down anew.
+            warp_sync()
             if lane == uint32(0):
-                put_down(uint32(cursors_at + w * uint32(CURSOR_WORDS)), r, tile, unit, left, number)
-            # Q is where it belongs, the part of every warp: a product belongs to all four.
+                put_down(cursor_of(w), r, tile, unit, left, piece)
+                put_down_steps(cursor_of(w), uint32(number + uint32(q_slots)), uint32(stop_of(requests, r, unit, left, row_heads) - unit),
+                               uint32(unit * uint32(keys)), uint32(requests[int64(r) * fields + PREFIX]),
+                               scale >= float32(0) and not logit_cap > float32(0))
+            take_queries(q, origin, number, w, lane)
+            number = uint32(number + uint32(q_slots))
+            # Q is where it belongs, the part of every warp: a product belongs to all four. And the cursor is there.
             score_sync()
             for i in range(2):
                 unroll()
                 peak[i], total[i], rounded[i] = minus_infinity, float32(0), float32(0)
-            key0 = uint32(unit * uint32(keys))
-            while count != uint32(0):
-                masked = uint32(key0 + uint32(keys)) > prefix
+            more = True
+            while more:
+                end = marks[cursor_of(opaque(t) >> uint32(5)) + uint32(PLAIN_WORD)]
+                number, scored = plain_steps(end, base, t, number, q, q_rest, scores, weights, peak, total, rounded, scale)
+                here, place = opaque(t), place_of(number)
+                w, lane, cursor = here >> uint32(5), here & uint32(31), cursor_of(here >> uint32(5))
+                r, tile, _, _, _ = pick_up(cursor)
+                table, key0 = int64(r) * fields, uint32(marks[cursor + uint32(KEY_WORD)] + number * uint32(keys))
+                masked = uint32(key0 + uint32(keys)) > uint32(requests[table + PREFIX])
                 if masked:
-                    # Where the request is, is looked up in the few steps that want it: it would live through all the others.
-                    r, tile, _, _, _ = pick_up(uint32(cursors_at + w * uint32(CURSOR_WORDS)))
-                    table = int64(r) * fields
                     look(seen, key0, uint32(tile * uint32(ROWS) + w * uint32(16) + (lane >> uint32(2))),
                          uint32(uint32(requests[table + Q_LEN]) - uint32(1)), row_heads, uint64(requests[table + Q_BEGIN]), visibility, words,
-                         prefix, uint32(requests[table + KV_LEN]), lane)
-                place = place_of(number)
-                k = start(uint32(base + ring_at + place * size))
-                # The step's keys, copied by the producers, have landed; products read them, and Q, by the other proxy.
-                wait(uint32(base + full_at + (place << uint32(3))), phase_of(number))
-                proxy_fence()
-                begin_products(scores, q, q_rest, k)
-                # Worked out again: what is known before the products takes registers from Q.
-                here = opaque(t)
-                w, lane, place = here >> uint32(5), here & uint32(31), place_of(opaque(number))
-                if delayed and lane == uint32(0):
-                    # All but the last products of this warp are done: value warps that wait for it may use the tensor cores after those.
-                    arrive(uint32(base + scored_at + (place << uint32(3))))
-                end_products(scores)
+                         uint32(requests[table + PREFIX]), uint32(requests[table + KV_LEN]), lane)
+                if scored == uint32(0):
+                    # As in `plain_steps`; what is said there goes for here.
+                    k = start(uint32(base + ring_at + place * size))
+                    wait(uint32(base + full_at + (place << uint32(3))), phase_of(number))
+                    proxy_fence()
+                    begin_products(scores, q, q_rest, k)
+                    here, place = opaque(t), place_of(opaque(number))
+                    w, lane, cursor = here >> uint32(5), here & uint32(31), cursor_of(here >> uint32(5))
+                    wait_for_most()
+                    if delayed and lane == uint32(0):
+                        arrive(uint32(base + scored_at + (place << uint32(3))))
+                    end_products(scores)
                 if masked:
                     met = any_lane(poisoned(scores, seen))
                     if lane == uint32(0):
@@ -240,30 +377,33 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
                     score_sync()
                     found = marks[poison_at] | marks[poison_at + uint32(1)] | marks[poison_at + uint32(2)] | marks[poison_at + uint32(3)]
                     if found != uint32(0):
-                        zero_poisoned(here, number, key0, prefix)
+                        r, _, _, _, _ = pick_up(cursor)
+                        zero_poisoned(here, number, uint32(marks[cursor + uint32(KEY_WORD)] + number * uint32(keys)),
+                                      uint32(requests[int64(r) * fields + PREFIX]))
                 factor = to_log2(scores, scale, sm_scale, logit_cap)
                 if masked:
                     factor = hide(scores, seen, factor)
-                maxima(step_peak, scores, factor)
-                grew = move_peaks(step_peak, peak, total, rounded, alpha)
-                weigh(weights, scores, factor, peak, total)
-                # All score warps have read the step's keys: the weights may take the place of the last of their dims.
-                score_sync()
-                hand_over_weights(weights, alpha, grew, place, w, lane)
-                last = count == uint32(1)
-                if last:
-                    add_rounded(rounded, weights)
+                grew = move_peaks(scores, factor, peak, total, rounded, place, w, lane)
+                weigh(weights, exact, weighed, scores, factor, peak)
+                for i in range(2):
+                    unroll()
+                    total[i], rounded[i] = total[i] + exact[i], rounded[i] + weighed[i]
+                if lane == uint32(0):
+                    marks[flags_at + place * uint32(WARPS) + w] = grew
+                if scored == uint32(0):
+                    # Otherwise it is said; and other warps, whose weights stayed small, may be at the next step.
+                    score_sync()
+                hand_over(weights, place, w, lane)
+                number = uint32(number + uint32(1))
+                more = number != marks[cursor + uint32(END_WORD)]
+                if not more:
+                    _, _, _, _, piece = pick_up(cursor)
                     hand_over_sums(total, rounded, peak, piece, w, lane)
                 # All lanes have written their weights, factors and, at the end of a piece, sums.
                 warp_sync()
                 if lane == uint32(0):
-                    # The value warps may read them, when those of all warps are there.
                     arrive(uint32(base + ready_at + (place << uint32(3))))
-                if not last:
-                    # After the value warps were told: nobody waits for these products.
-                    add_rounded(rounded, weights)
-                key0, number, count = uint32(key0 + uint32(keys)), uint32(number + uint32(1)), uint32(count - uint32(1))
-            r, tile, unit, left, _ = pick_up(uint32(cursors_at + w * uint32(CURSOR_WORDS)))
+            r, tile, unit, left, piece = pick_up(cursor_of(opaque(t) >> uint32(5)))
             count = uint32(stop_of(requests, r, unit, left, row_heads) - unit)
             unit, left, piece = uint32(unit + count), uint32(left - count), uint32(piece + uint32(1))
             if unit == units_of(requests, r):

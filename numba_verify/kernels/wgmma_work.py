@@ -26,9 +26,11 @@ def swizzle(lang: Any, config: WgmmaConfig) -> Swizzle:
 
 
 class Operand(NamedTuple):
-    """Device functions of a wgmma operand in shared memory. start(address) -> the low half of its descriptor, the same for all lanes;
-    at(start, steps) -> the descriptor of what lies `steps` times 16 bytes further."""
+    """Device functions of a wgmma operand in shared memory. low(address) -> the low half of its descriptor; uniform(low) -> the same, known to be
+    equal in all lanes; start(address): both; at(start, steps) -> the descriptor of what lies `steps` times 16 bytes further."""
 
+    low: Callable
+    uniform: Callable
     start: Callable
     at: Callable
 
@@ -43,14 +45,22 @@ def operand(lang: Any, leading: int, stride: int, swizzle: int) -> Operand:
     high_half = uint64(0xFFFFFFFF00000000)
 
     @lang.device
+    def low(address):
+        return uint32(describe(address))
+
+    @lang.device
+    def uniform(x):
+        return shuffle(x, uint32(0))
+
+    @lang.device
     def start(address):
-        return shuffle(uint32(describe(address)), uint32(0))
+        return uniform(low(address))
 
     @lang.device
     def at(start, steps):
         return uint64(uint32(start + steps)) | (describe(uint32(0)) & high_half)
 
-    return Operand(start, at)
+    return Operand(low, uniform, start, at)
 
 
 def share_begin(lang: Any) -> Callable:

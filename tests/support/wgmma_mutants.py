@@ -16,6 +16,9 @@ from .problems import Case
 #: the ring more than a step and Q need, so that nobody is held up by that.
 DELAYED = WgmmaTile(32, 4, 2, Registers(168, 160, 24), delayed=2)
 PROXY = "proxy"
+# Steps that all rows see as a whole come first, and two others after them.
+LONG_WORDS = replace(WORDS, name="long_words", prefix=(130,))
+ANY_OR_STUCK = f"{ANY}|{STUCK}"
 
 
 def one(name: str, module: str, old: str, new: str, case: Case, caught: str, tile=None, races: bool = False) -> Mutant:
@@ -37,7 +40,7 @@ WGMMA_MUTANTS = [
     one("all_of_q_in_registers", "wgmma_score", "for s in range(held, segments):\n            unroll()", "for s in range(segments, segments):\n"
         "            unroll()", MMA, WRONG_OUT, DELAYED),
     # The mask.
-    one("draft_tokens_unmasked", "wgmma_score", "masked = uint32(key0 + uint32(keys)) > prefix", "masked = key0 > prefix", WORDS, WRONG_OUT),
+    one("draft_tokens_unmasked", "wgmma_score", "masked = uint32(key0 + uint32(keys)) > ", "masked = key0 > ", WORDS, WRONG_OUT),
     one("rows_of_the_first_warp", "wgmma_score", "uint32(tile * uint32(ROWS) + w * uint32(16) + (lane >> uint32(2)))",
         "uint32(tile * uint32(ROWS) + (lane >> uint32(2)))", replace(MMA, name="many_heads", heads=30), WRONG_OUT),
     one("first_word_twice", "mma_mask", "uint32(key + uint32(s * WORD_KEYS))", "key", WORDS, WRONG_OUT),
@@ -45,11 +48,26 @@ WGMMA_MUTANTS = [
     # Scores and softmax.
     one("forget_log2e", "wgmma_score", "float32(sm_scale * log2e)", "float32(sm_scale)", MMA, WRONG_OUT),
     one("skip_the_rescale", "wgmma_value", "                    rescale(output,", "                    (output,", RISES, WRONG_OUT),
-    one("factor_of_one", "wgmma_score", "alpha[i] = exp2(peak[i] - step_peak[i])", "alpha[i] = float32(1)", RISES, ANY),
+    one("factor_of_one", "wgmma_score", "alpha = exp2(peak[i] - step_peak[i])", "alpha = float32(1)", RISES, ANY),
     one("factors_of_slot_0", "wgmma_value", "rescale(output, uint32(place * uint32(ROWS) + w", "rescale(output, uint32(w",
-        LATE_RISE, WRONG_OUT),
+        LATE_RISE, ANY),
     one("a_peak_that_never_moves", "wgmma_score", "if step_peak[i] > peak[i] + growth:", "if peak[i] == minus_infinity:",
         replace(RISES, name="high_rise", rises=((60, 100.0),)), ANY),
+    # Plain steps.
+    one("plain_past_the_prefix", "wgmma_score", "whole = uint32(uint32(prefix - key0) // uint32(keys))",
+        "whole = uint32(uint32(prefix - key0) // uint32(keys) + uint32(1))", LONG_WORDS, WRONG_OUT),
+    one("plain_to_the_end", "wgmma_score", "whole if whole < last else last", "whole if whole < count else count", CUT, ANY_OR_STUCK),
+    one("plain_with_a_cap", "wgmma_score", "scale >= float32(0) and not logit_cap > float32(0)", "scale >= float32(0)",
+        replace(RISES, name="long_cap", rises=(), logit_cap=0.5), WRONG_OUT),
+    one("plain_without_a_look", "wgmma_score", "if exact[i] > most or peak[i] == minus_infinity:", "if peak[i] == minus_infinity:",
+        replace(RISES, name="high_rise", rises=((110, 200.0),)), ANY),
+    one("plain_without_a_peak", "wgmma_score", "if exact[i] > most or peak[i] == minus_infinity:", "if exact[i] > most:",
+        replace(RISES, name="far_below", rises=(), shift=-200.0, sm_scale=1.0, magnitude=1e-3), ANY),
+    one("plain_for_one_warp", "wgmma_score", "                if scored == uint32(0):\n                    # Otherwise", "                if True:\n"
+        "                    # Otherwise", RISES, STUCK),
+    one("plain_sums_left_out", "wgmma_score", "                    total[i], rounded[i] = total[i] + exact[i], rounded[i] + weighed[i]\n"
+        "                if lane == uint32(0):\n                    marks[flags_at + now", "                    pass\n"
+        "                if lane == uint32(0):\n                    marks[flags_at + now", RISES, WRONG_OUT),
     one("weights_of_the_other_half", "wgmma_score", "weights[2 * n + i]", "weights[2 * n + 1 - i]", MMA, WRONG_OUT),
     one("weights_without_their_warp", "wgmma_score", "place * weights_size + w * uint32(2 * chunks * 32) + lane", "place * weights_size + lane",
         replace(MMA, name="many_heads", heads=30), f"{ANY}|{RACE}"),
