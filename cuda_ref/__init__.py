@@ -22,7 +22,7 @@ def _twins() -> dict[str, Any]:
 
     from . import backend
 
-    implementation = Implementation("cuda_ref", backend.FASTEST, backend.support, backend.make_executor, host_default="reference")
+    implementation = Implementation("cuda_ref", backend.AVAILABLE, backend.support, backend.make_executor, host_default="reference")
     return make_api(implementation, backend.warm)._asdict()
 
 

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from numba_verify.backend import mma_tile, rows_of_a_request, wgmma_tile
+from numba_verify.backend import mma_tile, wgmma_tile
 from numba_verify.errors import NoDeviceError
 from numba_verify.gpu import driver
 from numba_verify.kernels.config import TILE_CONFIGS, Shape, TileConfig
@@ -21,9 +21,8 @@ from numba_verify.problem import Enqueue
 
 from . import binding, build
 
-#: Kernels, fastest first: what "auto" looks through on a GPU. Not wgmma yet: it has not been measured.
-FASTEST = ("mma", "paged", "flash", "naive")
-AVAILABLE = ("wgmma", *FASTEST)
+#: Kernels, fastest first: what "auto" looks through on a GPU.
+AVAILABLE = ("wgmma", "mma", "paged", "flash", "naive")
 #: Tiles in the order of nvr_tile_config, nvr_mma_tile and WgmmaTiles, which count them from 1 on.
 TILES = {"naive": TILE_CONFIGS, "flash": TILE_CONFIGS, "paged": TILE_CONFIGS, "mma": MMA_TILES, "wgmma": WGMMA_TILES}
 _INDEX_WIDTHS = {"int32": 4, "int64": 8}
@@ -41,7 +40,7 @@ def tile_number(spec, tile: TileConfig | MmaTile | WgmmaTile | None) -> int:
     """`nvr_plan_config.tile_config` of a plan. None: of flash and paged 0, the library chooses; of the others the one that numba_verify takes."""
     if spec.kernel in TENSOR_KERNELS and tile is None:
         shape, info = Shape(spec.latent_dim, spec.rope_dim, spec.dtype), None if spec.device is None else driver.device_info(spec.device)
-        tile = mma_tile(shape, rows_of_a_request(spec), info) if spec.kernel == "mma" else wgmma_tile(shape, info)
+        tile = mma_tile(shape, spec.rows_of_a_request, info) if spec.kernel == "mma" else wgmma_tile(shape, info)
     return 0 if tile is None else 1 + TILES[spec.kernel].index(tile)
 
 

@@ -23,10 +23,8 @@ from .kernels.wgmma_config import WgmmaConfig, WgmmaTile, choose_wgmma_tile
 from .memory import Workspace, align
 from .problem import Enqueue, IndexArrays, PlanSpec, Tensors
 
-#: What "auto" looks through on a GPU, fastest first. Not wgmma yet: it has not been measured.
-FASTEST = ("mma", "paged", "flash", "naive")
-#: Kernels of this version.
-AVAILABLE = ("wgmma", *FASTEST)
+#: Kernels of this version, fastest first: what "auto" looks through on a GPU; see `planner.choose_kernel`.
+AVAILABLE = ("wgmma", "mma", "paged", "flash", "naive")
 #: Kernels that cut tiles over CTAs and so need `combine`.
 SPLITTING = ("wgmma", "mma", "paged")
 #: The only architecture with wgmma, and the shared memory it gives a block.
@@ -166,14 +164,6 @@ def wgmma_tile(shape: Shape, info: driver.DeviceInfo | None) -> WgmmaTile | None
     return choose_wgmma_tile(shape, HOPPER_SHARED_BYTES if info is None else info.shared_bytes)
 
 
-def rows_of_a_request(spec: PlanSpec) -> int:
-    """Query rows (draft tokens x heads) that a request of a plan is expected to have.
-
-    With `deterministic` the tile must not depend on the batch: then as many as the largest tile has.
-    """
-    return 64 if spec.deterministic else -(-spec.max_total_q // spec.max_batch) * spec.num_heads
-
-
 class ReferenceExecutor:
     """kernel="reference": keeps the index arrays (a copy, like every plan) and computes in float64 when asked."""
 
@@ -206,7 +196,7 @@ class KernelExecutor:
         self._spec = spec
         shape, info = Shape(spec.latent_dim, spec.rope_dim, spec.dtype), None if spec.device is None else driver.device_info(spec.device)
         if spec.kernel == "mma":
-            self.tile = tile or mma_tile(shape, rows_of_a_request(spec), info)
+            self.tile = tile or mma_tile(shape, spec.rows_of_a_request, info)
             self._sources = mma_sources(shape, self.tile, spec.deterministic, info is None or info.capability >= SUSPENDING_CAPABILITY)
             self.tile_rows, self._row_heads, most = self.tile.rows, spec.num_heads, 1
         elif spec.kernel == "wgmma":

@@ -6,6 +6,7 @@ cannot run, and how an executor of a spec is made.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import threading
@@ -19,6 +20,7 @@ from . import arrays, validation
 from .arrays import ArrayView, view
 from .errors import UnsupportedError
 from .gpu import driver
+from .kernels.wgmma_config import FEWEST_ROWS
 from .memory import Workspace
 from .problem import (
     MAX_DRAFT_TOKENS,
@@ -55,7 +57,7 @@ class Implementation(NamedTuple):
 
 
 class Support:
-    """Answer of `can_run`: truthy or falsy, with `reason` (empty when it can run) and `kernel` (what "auto" would take)."""
+    """Answer of `can_run`: truthy or falsy, with `reason` (empty when it can run) and `kernel` (what "auto" would take for one draft token)."""
 
     def __init__(self, kernel: str, reason: str):
         self.kernel, self.reason = kernel, reason
@@ -68,12 +70,14 @@ class Support:
 
 
 def choose_kernel(implementation: Implementation, kernel: str, num_heads: int, latent_dim: int, rope_dim: int, dtype: str, page_size: int,
-                  device: int | None) -> Support:
-    """The kernel that would run, or why the one asked for cannot."""
+                  device: int | None, rows: int | None = None) -> Support:
+    """The kernel that would run, or why the one asked for cannot. rows: that a request is expected to have (`PlanSpec`); None: not known."""
     check_kernel_name(kernel)
     if kernel == "auto" and device is None:
         kernel = implementation.host_default
     names = implementation.fastest if kernel == "auto" else (kernel,)
+    if kernel == "auto" and (rows or num_heads) < FEWEST_ROWS:
+        names = tuple(name for name in names if name != "wgmma")
     reason = ""
     for name in names:
         reason = implementation.support(name, num_heads, latent_dim, rope_dim, dtype, page_size, device)
@@ -397,8 +401,10 @@ def make_spec(implementation: Implementation, qo: ArrayView, kv_indices: ArrayVi
                              f"got {rows} at position {batch}")
     max_batch = batch if given.max_batch is None else check_count(given.max_batch, "max_batch", 0)
     entries = kv_indices.shape[0] if given.max_kv_entries is None else check_count(given.max_kv_entries, "max_kv_entries", 0)
-    return PlanSpec(num_heads, latent, rope, dtype, page_size, bool(given.draft_in_cache), chosen.kernel, bool(given.deterministic),
+    spec = PlanSpec(num_heads, latent, rope, dtype, page_size, bool(given.draft_in_cache), chosen.kernel, bool(given.deterministic),
                     max(max_batch, 1), max(check_count(rows, "max_total_q", 0), 1), max(entries, 1), qo.device)
+    best = choose_kernel(implementation, given.kernel, num_heads, latent, rope, dtype, page_size, qo.device, spec.rows_of_a_request)
+    return dataclasses.replace(spec, kernel=best.kernel)
 
 
 def make_plan(implementation: Implementation, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, tree: Any, kv_lens: Any, validate: bool | None,

@@ -47,6 +47,14 @@ class PlanSpec:
         return self.latent_dim + self.rope_dim
 
     @property
+    def rows_of_a_request(self) -> int:
+        """Query rows (draft tokens x heads) that a request is expected to have.
+
+        With `deterministic` what is chosen must not depend on the batch: then as many as the largest tile has.
+        """
+        return 64 if self.deterministic else -(-self.max_total_q // self.max_batch) * self.num_heads
+
+    @property
     def max_kv_tokens(self) -> int:
         """Cached tokens that `max_kv_entries` pages can list."""
         return self.max_kv_entries * self.page_size

@@ -177,12 +177,12 @@ def test_a_machine_or_commit_without_figures_is_refused(two_commits, tools, caps
     assert tools("regressions").main([COMMIT[:8], NEXT[:8], "--machine", "no-gpu"]) == 2
 
 
-@pytest.mark.parametrize("benchmark, allowed", [("device.Device.track_device_us", 0.1), ("peers.Peers.track_device_us", 0.1),
+@pytest.mark.parametrize("tracked, allowed", [("device.Device.track_device_us", 0.1), ("peers.Peers.track_device_us", 0.1),
                                                 ("offline.Offline.track_registers", 0.1), ("offline.Instructions.track_sass_instructions", 0.25),
                                                 ("host.Host.track_host_us", 0.5), ("compile_time.Compile.track_cold_s", 0.5),
                                                 ("device.Accuracy.track_max_relative_error", 0.5)])
-def test_thresholds(benchmark, allowed, tools):
-    assert tools("regressions").threshold(benchmark) == allowed
+def test_thresholds(tracked, allowed, tools):
+    assert tools("regressions").threshold(tracked) == allowed
 
 
 # --- real commits -----------------------------------------------------------------------------------------------------------------

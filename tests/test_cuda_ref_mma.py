@@ -1,7 +1,6 @@
 """mma in CUDA C: every tile, in any order of the threads, beside the twin; which tile a plan takes; what is refused."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 from support import cases, machine, mma_cases, twin
@@ -13,6 +12,7 @@ from cuda_ref import binding
 from cuda_ref.binding import Status
 from numba_verify.kernels.config import Shape
 from numba_verify.kernels.mma_config import MMA_TILES, choose_mma_tile
+from numba_verify.problem import PlanSpec
 
 #: Borders of tiles and steps, many pieces, more steps than a ring has blocks, a peak that moves, NaN in a hidden row, every row layout.
 NAMES = ("rows_63", "tokens_17", "one_step_each", "borders", "rounds", "cut", "cut_aside", "rise_again", "rise_and_cut", "nan_hidden", "nan_cut",
@@ -51,15 +51,15 @@ def test_tiles_are_the_twins(tile, dims):
 @pytest.mark.parametrize("shared", [H200_SHARED, A100_SHARED, SMALLEST_SHARED])
 @pytest.mark.parametrize("dims", machine.TWIN_LAYOUTS, ids=str)
 def test_default_tile_is_the_twins(shared, dims, monkeypatch):
-    """NVR_MMA_DEFAULT follows choose_mma_tile and rows_of_a_request. The imaginary GPU hands registers over, whatever it is called."""
+    """NVR_MMA_DEFAULT follows choose_mma_tile and PlanSpec.rows_of_a_request. The imaginary GPU hands registers over, whatever it is called."""
     if machine.HAS_GPU:
         pytest.skip("of a GPU only one answer can be asked")
     monkeypatch.setenv("CUDA_REF_HOST_SHARED", str(shared))
     shape = Shape(*dims, "bfloat16")
     for heads, batch, total, deterministic in ((1, 4, 16, False), (4, 4, 16, False), (3, 4, 17, False), (8, 4, 16, False), (16, 4, 9, False),
                                                (128, 1, 1, False), (1, 4, 4, True), (1, 0, 0, False)):
-        spec = SimpleNamespace(num_heads=heads, max_batch=max(batch, 1), max_total_q=total, deterministic=deterministic)
-        tile = choose_mma_tile(shape, numba_verify.backend.rows_of_a_request(spec), shared, hands_over=True)
+        spec = PlanSpec(heads, *dims, "bfloat16", 1, True, "mma", deterministic, max(batch, 1), total, 1, None)
+        tile = choose_mma_tile(shape, spec.rows_of_a_request, shared, hands_over=True)
         size = twin.shared_bytes("mma", num_heads=heads, max_batch=batch, max_total_q=total, deterministic=deterministic, latent_dim=dims[0],
                                  rope_dim=dims[1])
         assert size == tile.shared_bytes(shape), (heads, batch, total, deterministic)

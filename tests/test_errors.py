@@ -17,6 +17,7 @@ import cuda_ref.backend
 import numba_verify as nv
 from numba_verify import backend, planner
 from numba_verify.gpu import driver
+from numba_verify.kernels.wgmma_config import FEWEST_ROWS
 
 IMPLEMENTATIONS = list(machine.IMPLEMENTATIONS)
 both = pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -321,6 +322,19 @@ def test_rows_that_tensor_cores_take(name, large_gpu):
             assert bool(answer) is taken, (rows, answer)
         taken = machine.takes(name, "mma", latent, rope, dtype)
         assert machine.IMPLEMENTATIONS[name].can_run(**rows).kernel == ("mma" if taken else "paged"), rows
+
+
+@both
+def test_what_auto_takes_on_hopper(name, large_gpu):
+    """wgmma for requests whose rows fill its tile; for few rows, and on other GPUs, mma."""
+    if machine.HAS_GPU and driver.device_info(0).arch != backend.WGMMA_ARCH:
+        pytest.skip("needs a Hopper GPU, or none")
+    implementation = nv.planner.Implementation(name, backend.AVAILABLE, importlib.import_module(f"{name}.backend").support, None, "reference")
+    for rows, expected in ((None, "wgmma"), (16, "mma"), (FEWEST_ROWS - 1, "mma"), (FEWEST_ROWS, "wgmma"), (8192, "wgmma")):
+        assert planner.choose_kernel(implementation, "auto", 64, 512, 64, "bfloat16", 1, 0, rows).kernel == expected, rows
+        assert planner.choose_kernel(implementation, "mma", 64, 512, 64, "bfloat16", 1, 0, rows).kernel == "mma", rows
+    assert planner.choose_kernel(implementation, "auto", 8, 512, 64, "bfloat16", 1, 0).kernel == "mma"
+    assert planner.choose_kernel(implementation, "auto", 64, 96, 32, "bfloat16", 1, 0, 64).kernel == "paged"
 
 
 @both

@@ -20,6 +20,8 @@ VALUE_WARPS = VALUE_GROUPS * WARPGROUP // WARP
 ROWS = 64
 #: k steps of 16 dims, one wgmma each, in a segment of 128 bytes.
 SEGMENT_STEPS = SEGMENT_BYTES // ITEMSIZE // 16
+#: With fewer rows a request most of the tile is empty: `mma`, which has tiles of 16 and 32 rows, is as fast or faster (docs/wgmma.md).
+FEWEST_ROWS = 33
 #: Places for the sums that end a piece, taken in turn; see `WgmmaTile.__post_init__`.
 SUM_PLACES = 2
 #: Alignment of the 128-byte swizzle's pattern, 8 rows of 128 bytes.
