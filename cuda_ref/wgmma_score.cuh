@@ -102,12 +102,10 @@ __device__ __forceinline__ ScoreMark* score_mark_of(uint32_t w) {
     return reinterpret_cast<ScoreMark*>(mark_of<C>(w));
 }
 
-// The step's weights, and their sums over the lane's keys, exact and as rounded.
+// The step's weights; their sums over the lane's keys are added up, exact and as rounded.
 template <class S>
 __device__ __forceinline__ void weigh_step(Scores<S>& scores, float factor, const RowFloats<S>& peak, Weights<S>& weights, RowFloats<S>& exact,
                                            RowFloats<S>& weighed) {
-#pragma unroll
-    for (int i = 0; i < S::LANE_ROWS; ++i) exact[i] = weighed[i] = 0.0f;
     weigh<S>(scores, factor, peak, exact, weights);
     // By lanes, not by tensor cores: it fits in between the exponentials, of which a quarter of an SM makes 4 a clock.
     add_lane_rounded<S>(weights, weighed);
@@ -242,6 +240,8 @@ __device__ __forceinline__ bool plain_steps(uint32_t end, uint32_t base, uint32_
         score_sync();
         Weights<S> weights;
         RowFloats<S> exact, weighed;
+#pragma unroll
+        for (int i = 0; i < S::LANE_ROWS; ++i) exact[i] = weighed[i] = 0.0f;
         weigh_step<S>(scores, scale, peak, weights, exact, weighed);
         hand_over_weights<S>(weights, now, w, lane);
         // Asked early, since the answer takes its time.
@@ -309,10 +309,10 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
             const uint32_t key0 = at.first_key + number * S::KEYS;
             const bool masked = key0 + S::KEYS > static_cast<uint32_t>(request.prefix);
             Seen<S> seen;
-            if (masked) {
-                look<S>(plan, request, key0, at.walk.tile * S::ROWS + before / WARP * S::WARP_ROWS + before % WARP / 4, before % WARP, seen);
-            }
             if (!scored) {
+                if (masked) {
+                    look<S>(plan, request, key0, at.walk.tile * S::ROWS + before / WARP * S::WARP_ROWS + before % WARP / 4, before % WARP, seen);
+                }
                 // As in plain_steps; what is said there goes for here.
                 multiply<S>(q, q_rest, Rows::low(base + S::RING + slot * S::BLOCK_BYTES), base, slot, phase_of<S::SLOTS>(number), false, scores);
                 finish_products<S>(base, slot, opaque(t) % WARP, scores);
@@ -326,12 +326,10 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
             float factor = to_log2<S>(params.tensors, scores);
             if (masked) factor = hide<S>(scores, seen, factor);
             hand_over_flag<S>(move_peaks<S>(scores, factor, peak, total, rounded, place, w, lane), place, w, lane);
-            Weights<S> weights;
-            RowFloats<S> exact, weighed;
-            weigh_step<S>(scores, factor, peak, weights, exact, weighed);
-            add_rows<S>(exact, weighed, total, rounded);
             // If scored it is said; and other warps, whose weights stayed small, may be at the next step.
             if (!scored) score_sync();
+            Weights<S> weights;
+            weigh_step<S>(scores, factor, peak, weights, total, rounded);
             hand_over_weights<S>(weights, place, w, lane);
             more = ++number != mark.end;
             if (!more) hand_over_sums<S>(total, rounded, peak, mark.piece, w * S::WARP_ROWS + lane / 4, lane);

@@ -25,6 +25,8 @@ from .wgmma_work import Operand, Parts, operand
 from .work import KV_LEN, PREFIX, Q_BEGIN, Q_LEN, REQUEST_FIELDS
 
 WARPS = WARPGROUP // WARP
+#: Of Q in shared memory: the descriptors of so many segments find room in uniform registers.
+MANY_SEGMENTS = 3
 #: Words of a score warp's cursor: the number after the piece's last step; that after its last plain one (see `_plain_steps`); and what its first
 #: key would be if it began with step 0. They would live through all steps, in registers that Q wants.
 END_WORD, PLAIN_WORD, KEY_WORD = 5, 6, 7
@@ -105,7 +107,7 @@ def _products(lang: Any, config: WgmmaConfig) -> Products:
                                                      lang.wgmma_wait(1, 0))
     # K-major, 128-byte swizzle: 8 rows are 1024 bytes; a k step is 32 bytes further.
     rows, steps, q_segment = operand(lang, 16, PATTERN_BYTES, 128), SEGMENT_STEPS, ROWS * SEGMENT_BYTES
-    at = rows.at
+    at, uniform, opaque, many = rows.at, rows.uniform, lang.opaque, segments - held > MANY_SEGMENTS
 
     @lang.device
     def begin(scores, q, q_rest, k):
@@ -113,6 +115,9 @@ def _products(lang: Any, config: WgmmaConfig) -> Products:
         # The last segment is a group of its own: when the others are done, whoever waits for the tensor cores may line up behind it. The scores of
         # the step before have been read: their registers are overwritten now.
         fence()
+        if many:
+            # Worked out in every step: otherwise ptxas keeps the descriptors of all of them, in registers that are not there.
+            q_rest = uniform(opaque(q_rest))
         for s in range(held):
             unroll()
             if s == segments - 1:
@@ -157,10 +162,7 @@ def _weighing(lang: Any, config: WgmmaConfig, softmax: Softmax) -> Weighing:
 
     @lang.device
     def weigh(weights, exact, weighed, scores, factor, peak):
-        """The step's weights, and their sums over the lane's keys, exact and as rounded."""
-        for i in range(2):
-            unroll()
-            exact[i], weighed[i] = float32(0), float32(0)
+        """The step's weights; their sums over the lane's keys are added up, exact and as rounded."""
         to_weights(weights, scores, factor, peak, exact)
         # By lanes, not by tensor cores: it fits in between the exponentials, of which a quarter of an SM makes 4 a clock.
         add_rounded(weighed, weights)
@@ -255,6 +257,9 @@ def _plain_steps(lang: Any, config: WgmmaConfig, parts: Parts, products: Product
             end_products(scores)
             # All score warps have read the step's keys: the weights may take the place of the last of their dims.
             score_sync()
+            for i in range(2):
+                unroll()
+                exact[i], weighed[i] = float32(0), float32(0)
             weigh(weights, exact, weighed, scores, scale, peak)
             hand_over(weights, now, w, lane)
             # Asked early, since the answer takes its time.
@@ -285,6 +290,7 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
     """Device function that one score thread runs from start to end."""
     uint32, uint64, int64, float32, unroll, opaque = lang.uint32, lang.uint64, lang.int64, lang.float32, lang.unroll, lang.opaque
     shared, f32, u32, pointer, i64, any_lane = lang.shared, lang.f32, lang.u32, lang.pointer, lang.i64, lang.vote_sync_any
+    to_bits, from_bits = lang.f32_to_b32, lang.b32_to_f32
     warp_sync, proxy_fence, score_sync = lang.bar_warp_sync, lang.fence_proxy_async, lang.named_barrier(1, WARPGROUP).sync
     wait, arrive, tile, at, fields = lang.mbarrier_wait(True), lang.mbarrier_arrive, config.tile, config.layout, REQUEST_FIELDS
     find, stop_of, units_of, place_of, phase_of = parts.walk.find, parts.walk.stop, parts.walk.units, parts.ring.place, parts.ring.phase
@@ -309,10 +315,10 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
         return uint32(cursors_at + w * uint32(CURSOR_WORDS))
 
     @lang.device
-    def put_down_steps(cursor, number, count, key0, prefix, plain):
-        """Of a piece whose `count` steps begin with `number`, at key `key0`. plain: whether steps that all rows see as a whole are."""
+    def put_down_steps(cursor, number, count, key0, prefix, scale, logit_cap):
+        """Of a piece whose `count` steps begin with `number`, at key `key0`."""
         marks, last, whole = shared(uint32(0), u32), uint32(count - uint32(1)), uint32(0)
-        if plain and key0 < prefix:
+        if scale >= float32(0) and not logit_cap > float32(0) and key0 < prefix:
             whole = uint32(uint32(prefix - key0) // uint32(keys))
         marks[cursor + uint32(END_WORD)] = uint32(number + count)
         # The last step of a piece has more to do.
@@ -322,7 +328,7 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
     @lang.device
     def score(base, t, ctas, p, requests_address, row_heads, visibility, words, sm_scale, logit_cap):
         marks, q, scores, weights, seen = shared(uint32(0), u32), new_q(), new_scores(), new_weights(), new_seen()
-        peak, total, rounded, exact, weighed = new_rows(), new_rows(), new_rows(), new_rows(), new_rows()
+        peak, total, rounded = new_rows(), new_rows(), new_rows()
         scale, piece, number, q_rest = float32(sm_scale * log2e), uint32(0), uint32(0), start(uint32(base + q_at))
         (r, tile, unit, left), requests = share_begin(ctas, p, requests_address), pointer(requests_address, i64)
         while left != uint32(0):
@@ -335,7 +341,7 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
                 put_down(cursor_of(w), r, tile, unit, left, piece)
                 put_down_steps(cursor_of(w), uint32(number + uint32(q_slots)), uint32(stop_of(requests, r, unit, left, row_heads) - unit),
                                uint32(unit * uint32(keys)), uint32(requests[int64(r) * fields + PREFIX]),
-                               scale >= float32(0) and not logit_cap > float32(0))
+                               from_bits(opaque(to_bits(scale))), from_bits(opaque(to_bits(logit_cap))))
             take_queries(q, origin, number, w, lane)
             number = uint32(number + uint32(q_slots))
             # Q is where it belongs, the part of every warp: a product belongs to all four. And the cursor is there.
@@ -352,11 +358,11 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
                 r, tile, _, _, _ = pick_up(cursor)
                 table, key0 = int64(r) * fields, uint32(marks[cursor + uint32(KEY_WORD)] + number * uint32(keys))
                 masked = uint32(key0 + uint32(keys)) > uint32(requests[table + PREFIX])
-                if masked:
-                    look(seen, key0, uint32(tile * uint32(ROWS) + w * uint32(16) + (lane >> uint32(2))),
-                         uint32(uint32(requests[table + Q_LEN]) - uint32(1)), row_heads, uint64(requests[table + Q_BEGIN]), visibility, words,
-                         uint32(requests[table + PREFIX]), uint32(requests[table + KV_LEN]), lane)
                 if scored == uint32(0):
+                    if masked:
+                        look(seen, key0, uint32(tile * uint32(ROWS) + w * uint32(16) + (lane >> uint32(2))),
+                             uint32(uint32(requests[table + Q_LEN]) - uint32(1)), row_heads, uint64(requests[table + Q_BEGIN]), visibility, words,
+                             uint32(requests[table + PREFIX]), uint32(requests[table + KV_LEN]), lane)
                     # As in `plain_steps`; what is said there goes for here.
                     k = start(uint32(base + ring_at + place * size))
                     wait(uint32(base + full_at + (place << uint32(3))), phase_of(number))
@@ -384,15 +390,12 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
                 if masked:
                     factor = hide(scores, seen, factor)
                 grew = move_peaks(scores, factor, peak, total, rounded, place, w, lane)
-                weigh(weights, exact, weighed, scores, factor, peak)
-                for i in range(2):
-                    unroll()
-                    total[i], rounded[i] = total[i] + exact[i], rounded[i] + weighed[i]
                 if lane == uint32(0):
                     marks[flags_at + place * uint32(WARPS) + w] = grew
                 if scored == uint32(0):
                     # Otherwise it is said; and other warps, whose weights stayed small, may be at the next step.
                     score_sync()
+                weigh(weights, total, rounded, scores, factor, peak)
                 hand_over(weights, place, w, lane)
                 number = uint32(number + uint32(1))
                 more = number != marks[cursor + uint32(END_WORD)]
