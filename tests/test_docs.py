@@ -132,16 +132,17 @@ def rows_of(table):
 def test_results_table(tmp_path, capsys):
     wrong = {**figure("mma", shape="b8_kv8192_t16_h64"), "wrong": "wrong result"}
     del wrong["us"]
-    figures = [figure("mma", us=40.0, flop=9.1e9, bytes=7.1e6, tile="m64"), figure("mma", "cuda_ref", us=38.0), figure(us=531.0), wrong,
+    figures = [figure("mma", us=40.0, flop=9.1e9, bytes=7.1e6), figure("mma", "cuda_ref", us=38.0), figure(us=531.0), wrong,
+               figure("wgmma", us=32.0, flop=9.1e9, bytes=7.1e6), figure("wgmma", "cuda_ref", us=32.0),
                figure("mma", us=12.3, shape="b2_kv100_t2_h8", floor_us=None)]
     assert tool.main([str(result_file(tmp_path, "a.json", figures))]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("NVIDIA H200, driver 580, numba_verify 0.1.0, 2026-11-30.\n\n| ")
     known, refused, unknown = rows_of(printed)
-    assert known == ["1, 4096, 16, 64", "11.4", "40.0 (28 %)", "228", "0.18", "m64", "1.05", "41.7 `unfused`, 1.04 x", "51.3, 1.28 x",
-                     "32.7 `fi_fa3`"]
-    assert refused[2:6] == ["wrong", "-", "-", "-"] and refused[7:] == ["490 `unfused`", "275", "203 `flashmla`"]
-    assert unknown == ["2, 100, 2, 8", "-", "12.3", *["-"] * 7]
+    assert known == ["1, 4096, 16, 64", "11.4", "32.0 (36 %), 1.00", "40.0 (28 %), 1.05", "284", "0.22", "41.7 `unfused`, 1.04 x", "51.3, 1.60 x",
+                     "32.7 `fi_fa3`, 1.02 x"]
+    assert refused[2:] == ["-", "wrong", "-", "-", "490 `unfused`", "275", "203 `flashmla`"]
+    assert unknown == ["2, 100, 2, 8", "-", "-", "12.3, -", *["-"] * 5]
 
 
 def test_oracles_table(tmp_path):
@@ -166,9 +167,9 @@ def test_ratios_are_formed_within_one_file(tmp_path):
     ours, twin = [figure("mma")], [figure("mma", "cuda_ref", us=50.0)]
     together = tool.read([result_file(tmp_path, "a.json", ours + twin)])
     apart = tool.read([result_file(tmp_path, "b.json", ours), result_file(tmp_path, "c.json", twin, date="2026-12-01T00:00:00")])
-    assert rows_of(tool.results_table(together, peers))[0][6] == "2.00"
+    assert rows_of(tool.results_table(together, peers))[0][3] == "100 (11 %), 2.00"
     table = tool.results_table(apart, peers)
-    assert rows_of(table)[0][6] == "-" and "2026-11-30, 2026-12-01." in table
+    assert rows_of(table)[0][3] == "100 (11 %), -" and "2026-11-30, 2026-12-01." in table
 
 
 @pytest.mark.parametrize("second, text", [
