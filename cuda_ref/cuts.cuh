@@ -84,8 +84,9 @@ __device__ inline int64_t write_starts(const Plan& plan, int64_t batch, int64_t 
 // c in units.
 __device__ inline int32_t piece_cost(const Plan& plan) { return (PIECE_COST_KEYS + plan.tile_keys - 1) / plan.tile_keys; }
 
-// A length from payload on with which all tiles have enough CTAs; 0 if there is none before payload + span, where even cuts are no dearer. Each
-// warp tries one: all lengths there are, or, of long shares, eight spread evenly, 1 / 192 of the share apart. needed [SCHEDULE_WARPS].
+// A length from payload on with which all tiles have enough CTAs; 0 if none of those tried does. From payload + span on even cuts are no dearer.
+// Each warp tries one: with a span of 8 at most that is every length there is, else they are spread over it, and what is found may be above the
+// least by less than an eighth of the span. needed [SCHEDULE_WARPS].
 __device__ inline int64_t first_fitting(const Plan& plan, int64_t batch, int64_t payload, int64_t span, int64_t* needed) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int64_t step = ceil_div(span, SCHEDULE_WARPS);

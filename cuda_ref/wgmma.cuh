@@ -16,7 +16,7 @@
 //
 //     a slot:  full    the producers' copies have landed                                -> score warps
 //              ready   P (in the slot), alpha, flag and, in the last step, the sums     -> value warps
-//              scored  S is there: the tensor cores are free until its softmax is made  -> value warps that were told to wait for that
+//              scored  S is there: the tensor cores are free until its softmax is made  -> value warps that hold back (DELAYED)
 //              empty   the value warps have multiplied (of Q: the score warps read it)  -> producers
 //
 // A tile that a share's border cuts is finished by combine: its pieces leave (peak, total) and a normalised partial, peaks in log2 units.

@@ -86,7 +86,7 @@ __device__ __forceinline__ void begin_products(const Queries<S>& q, const Rows& 
 }
 
 // log2 of how far the sum of a lane's weights of one row and step may grow, and then, of how far a row's largest score may be above its peak. A lane
-// has at most 16 keys of a row: the first being exceeded, the second is, and peaks move. Far from float16's 65504.
+// has at most 16 keys of a row: where the first is exceeded, so is the second (but for rounding), and peaks move. Far from float16's 65504.
 constexpr float GROWN_SUM = 256.0f, LANE_GROWTH = 4.0f;
 
 // Where a score warp is, like Mark; piece: a count. end: the number after the piece's last step; plain_end: that after its last plain one (see
@@ -297,11 +297,12 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
             peak[i] = -INFINITY;
             total[i] = rounded[i] = 0.0f;
         }
+        // The first step gives the peaks: no plain one.
         bool more = true;
+        uint32_t plain_end = number;
 #pragma unroll 1
         while (more) {
             Scores<S> scores;
-            const uint32_t plain_end = score_mark_of<S>(opaque(t) / WARP)->plain_end;
             const bool scored = plain_steps<S>(plain_end, base, t, number, q, q_rest, scores, params.tensors.sm_scale * LOG2E, peak, total, rounded);
             const uint32_t before = opaque(t), slot = place_of<S::SLOTS>(number);
             const ScoreMark& at = *score_mark_of<S>(before / WARP);
@@ -332,6 +333,7 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
             weigh_step<S>(scores, factor, peak, weights, total, rounded);
             hand_over_weights<S>(weights, place, w, lane);
             more = ++number != mark.end;
+            plain_end = mark.plain_end;
             if (!more) hand_over_sums<S>(total, rounded, peak, mark.piece, w * S::WARP_ROWS + lane / 4, lane);
             // All lanes have written their weights, factors and, at the end of a piece, sums.
             __syncwarp();

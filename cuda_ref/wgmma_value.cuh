@@ -31,9 +31,9 @@ using WeightRows = Operand<128, V::KEYS / 8 * 128, 0>;
 template <class V>
 using ValueColumns = Operand<V::SEGMENT_PITCH, PATTERN_BYTES, 128>;
 
-// output += P V for the keys of a step. values: from the warpgroup's first column on.
+// Begins output += P V for the keys of a step. values: from the warpgroup's first column on.
 template <class V>
-__device__ __forceinline__ void add_step(const WeightRows<V>& weights, const ValueColumns<V>& values, Output<V>& output) {
+__device__ __forceinline__ void begin_step(const WeightRows<V>& weights, const ValueColumns<V>& values, Output<V>& output) {
     // The output was cleared or rescaled.
     ptx::wgmma_fence();
 #pragma unroll
@@ -45,6 +45,10 @@ __device__ __forceinline__ void add_step(const WeightRows<V>& weights, const Val
         }
     }
     ptx::wgmma_commit();
+}
+
+template <class V>
+__device__ __forceinline__ void end_step(Output<V>& output) {
 #pragma unroll
     for (int n = 0; n < V::PRODUCTS; ++n) ptx::wgmma_wait<0>(output[n]);
 }
@@ -75,6 +79,7 @@ __device__ __forceinline__ void value(const VerifyParams& params, uint32_t base,
         while (number != end) {
             // Worked out in every step: what lives through them takes registers from the output.
             const uint32_t here = opaque(t), lane = here % WARP, part = here / WARPGROUP, w = here / WARP % SCORE_WARPS;
+            const bool holds_back = part + V::DELAYED >= VALUE_GROUPS;
             const uint32_t place = place_of<V::SLOTS>(number);
             // The weights of this step, and with them the keys they belong to, are there; products read both by the other proxy.
             ptx::mbarrier_wait(barrier_at<V::READY>(base, place), parities >> place & 1);
@@ -83,7 +88,7 @@ __device__ __forceinline__ void value(const VerifyParams& params, uint32_t base,
             if (shared_array<uint32_t>(V::FLAGS)[place * SCORE_WARPS + w] != 0) rescale<V>(output, place * V::ROWS + w * 16 + lane / 4);
             const WeightRows<V> weights(base + V::WEIGHTS + place * V::WEIGHTS_PITCH);
             const ValueColumns<V> values(base + V::RING + place * V::BLOCK_BYTES + part * (V::COLUMNS / SEGMENT_DIMS) * V::SEGMENT_PITCH);
-            if (part + V::DELAYED >= VALUE_GROUPS && number + 1 != end) {
+            if (holds_back && number + 1 != end) {
                 // The next step of the piece is scored first, so that the tensor cores have work while its softmax is made; but only if its keys are
                 // there, or they would have none until then. (A step of another piece might wait for the slot that is held here.)
                 const uint32_t there = place_of<V::SLOTS>(number + 1);
@@ -92,7 +97,11 @@ __device__ __forceinline__ void value(const VerifyParams& params, uint32_t base,
                     ptx::mbarrier_wait(barrier_at<V::SCORED>(base, there), parities >> there & 1);
                 }
             }
-            add_step<V>(weights, values, output);
+            begin_step<V>(weights, values, output);
+            // Complete since long before `ready` was, and waited for already if the step before held back; but no phase of a barrier should pass without
+            // a wait. While the products run, since then it costs nothing. (`ready` has gone on: the parity of before.)
+            if (holds_back) ptx::mbarrier_wait(barrier_at<V::SCORED>(base, place), ~parities >> place & 1);
+            end_step<V>(output);
             ++number;
             if (number != end) release<V>(base, place, lane);
         }

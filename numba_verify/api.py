@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from . import arrays, backend
 from .errors import UnsupportedError
 from .gpu import driver
-from .planner import Implementation, Plan, PlanArguments, Support, choose_kernel, make_plan, verify_once
-from .problem import MAX_DRAFT_TOKENS, check_count, check_kernel_name
+from .planner import Implementation, Plan, PlanArguments, Support, choose_kernel, fastest_kernels, make_plan, verify_once
+from .problem import MAX_DRAFT_TOKENS, check_count, check_kernel_name, rows_of_a_request
 
 
 class Api(NamedTuple):
@@ -82,8 +82,8 @@ def make_api(implementation: Implementation, warm: Callable[..., list[str]]) -> 
         check_kernel_name(kernel)
         dtype = arrays.dtype_name(dtype)
         if device is not None and driver.unavailable():
-            names = kernel if kernel != "auto" else implementation.fastest[0]
-            return Support(names, f"no GPU can be used ({driver.unavailable()}); device=None asks for NumPy arrays")
+            name = kernel if kernel != "auto" else fastest_kernels(implementation, heads)[0]
+            return Support(name, f"no GPU can be used ({driver.unavailable()}); device=None asks for NumPy arrays")
         return choose_kernel(implementation, kernel, heads, latent, rope, dtype, page_size, device)
 
     def warmup(*, kernel: str = "auto", num_heads: int, latent_dim: int = 512, rope_dim: int = 64, dtype: Any = "bfloat16",
@@ -101,9 +101,10 @@ def make_api(implementation: Implementation, warm: Callable[..., list[str]]) -> 
         times: dict[str, float] = {}
         begin = time.perf_counter()
         # What "auto" takes depends on the number of draft tokens.
-        kernels = dict.fromkeys(choose_kernel(implementation, kernel, num_heads, latent_dim, rope_dim, arrays.dtype_name(dtype), page_size, device,
-                                              rows).kernel for rows in (num_heads, num_heads * MAX_DRAFT_TOKENS))
-        for kernel in kernels:
+        few, many = (rows_of_a_request(tokens, 1, num_heads, deterministic) for tokens in (1, MAX_DRAFT_TOKENS))
+        kernels = (choose_kernel(implementation, kernel, num_heads, latent_dim, rope_dim, arrays.dtype_name(dtype), page_size, device, rows).kernel
+                   for rows in (few, many))
+        for kernel in dict.fromkeys(kernels):
             for name, make in warm(device, kernel, num_heads, latent_dim, rope_dim, arrays.dtype_name(dtype), deterministic):
                 if name not in times:
                     start = time.perf_counter()

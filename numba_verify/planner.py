@@ -38,6 +38,7 @@ from .problem import (
     check_rows,
     check_tensors,
     check_writable,
+    rows_of_a_request,
 )
 from .tree import DraftTree
 
@@ -57,7 +58,8 @@ class Implementation(NamedTuple):
 
 
 class Support:
-    """Answer of `can_run`: truthy or falsy, with `reason` (empty when it can run) and `kernel` (what "auto" would take for one draft token)."""
+    """Answer of `can_run`: truthy or falsy, with `reason` (empty when it can run) and `kernel` (what "auto" would take for one draft token a
+    request, not `deterministic`)."""
 
     def __init__(self, kernel: str, reason: str):
         self.kernel, self.reason = kernel, reason
@@ -69,15 +71,18 @@ class Support:
         return f"Support(kernel={self.kernel!r}, can_run={bool(self)}{', reason=' + repr(self.reason) if self.reason else ''})"
 
 
+def fastest_kernels(implementation: Implementation, rows: int) -> tuple[str, ...]:
+    """What "auto" looks through on a GPU, for requests of `rows` query rows."""
+    return tuple(name for name in implementation.fastest if name != "wgmma" or rows >= FEWEST_ROWS)
+
+
 def choose_kernel(implementation: Implementation, kernel: str, num_heads: int, latent_dim: int, rope_dim: int, dtype: str, page_size: int,
                   device: int | None, rows: int | None = None) -> Support:
     """The kernel that would run, or why the one asked for cannot. rows: that a request is expected to have (`PlanSpec`); None: not known."""
     check_kernel_name(kernel)
     if kernel == "auto" and device is None:
         kernel = implementation.host_default
-    names = implementation.fastest if kernel == "auto" else (kernel,)
-    if kernel == "auto" and (rows or num_heads) < FEWEST_ROWS:
-        names = tuple(name for name in names if name != "wgmma")
+    names = fastest_kernels(implementation, rows or num_heads) if kernel == "auto" else (kernel,)
     reason = ""
     for name in names:
         reason = implementation.support(name, num_heads, latent_dim, rope_dim, dtype, page_size, device)
@@ -377,8 +382,10 @@ class PlanArguments(NamedTuple):
     max_kv_entries: int | None
 
 
-def make_spec(implementation: Implementation, qo: ArrayView, kv_indices: ArrayView, tree: Any, given: PlanArguments, stream: int) -> PlanSpec:
-    """Check the arguments of `plan` and fill in capacities from the arrays; where only qo_indptr knows, it is read in the order of `stream`."""
+def make_spec(implementation: Implementation, qo: ArrayView, kv_indices: ArrayView, tree: Any, given: PlanArguments, stream: int,
+              request_rows: int | None = None) -> PlanSpec:
+    """Check the arguments of `plan` and fill in capacities from the arrays; where only qo_indptr knows, it is read in the order of `stream`.
+    request_rows: query rows of a request, where the capacities do not tell."""
     num_heads, page_size = check_count(given.num_heads, "num_heads", 1), check_count(given.page_size, "page_size", 1)
     latent, rope = check_count(given.latent_dim, "latent_dim", 1), check_count(given.rope_dim, "rope_dim", 0)
     dtype = arrays.dtype_name(given.dtype)
@@ -403,7 +410,9 @@ def make_spec(implementation: Implementation, qo: ArrayView, kv_indices: ArrayVi
     entries = kv_indices.shape[0] if given.max_kv_entries is None else check_count(given.max_kv_entries, "max_kv_entries", 0)
     spec = PlanSpec(num_heads, latent, rope, dtype, page_size, bool(given.draft_in_cache), chosen.kernel, bool(given.deterministic),
                     max(max_batch, 1), max(check_count(rows, "max_total_q", 0), 1), max(entries, 1), qo.device)
-    best = choose_kernel(implementation, given.kernel, num_heads, latent, rope, dtype, page_size, qo.device, spec.rows_of_a_request)
+    if given.kernel != "auto" or qo.device is None:
+        return spec
+    best = choose_kernel(implementation, "auto", num_heads, latent, rope, dtype, page_size, qo.device, request_rows or spec.rows_of_a_request)
     return dataclasses.replace(spec, kernel=best.kernel)
 
 
@@ -452,7 +461,7 @@ def verify_once(implementation: Implementation, q: Any, kv_cache: Any, qo_indptr
     handle = _stream_of(stream, queries.library, queries.device)
     given = PlanArguments(queries.shape[1], latent_dim, rope, queries.dtype, page_size, draft_kv is None, kernel, deterministic,
                           _room(batch), _room(rows), _room(pages.shape[0]))
-    spec = make_spec(implementation, qo, pages, tree, given, handle)
+    spec = make_spec(implementation, qo, pages, tree, given, handle, rows_of_a_request(rows, batch, queries.shape[1], deterministic))
     checking = default_validate() if validate is None else bool(validate)
     plans: OrderedDict[Any, Plan] = _kept.__dict__.setdefault("plans", OrderedDict())
     key = (implementation.name, spec, checking, handle)

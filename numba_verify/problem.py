@@ -24,6 +24,14 @@ Enqueue = Callable[[int, Sequence[int]], None]
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
+def rows_of_a_request(total_q: int, batch: int, num_heads: int, deterministic: bool) -> int:
+    """Query rows (draft tokens x heads) of a request, on average.
+
+    With `deterministic` what is chosen by them must not depend on the batch: then as many as the largest tile has.
+    """
+    return 64 if deterministic else -(-total_q // max(batch, 1)) * num_heads
+
+
 @dataclass(frozen=True)
 class PlanSpec:
     """What a plan is made for; nothing in it changes afterwards. `device` is a CUDA ordinal, or None for NumPy arrays."""
@@ -48,11 +56,8 @@ class PlanSpec:
 
     @property
     def rows_of_a_request(self) -> int:
-        """Query rows (draft tokens x heads) that a request is expected to have.
-
-        With `deterministic` what is chosen must not depend on the batch: then as many as the largest tile has.
-        """
-        return 64 if self.deterministic else -(-self.max_total_q // self.max_batch) * self.num_heads
+        """Query rows that a request is expected to have."""
+        return rows_of_a_request(self.max_total_q, self.max_batch, self.num_heads, self.deterministic)
 
     @property
     def max_kv_tokens(self) -> int:

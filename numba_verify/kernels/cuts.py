@@ -184,9 +184,9 @@ def _chooser(lang: Any, config: ScheduleConfig) -> Callable:
 
 
 def _first_fitting(lang: Any, config: ScheduleConfig) -> Callable:
-    """Device function: a length from `payload` on with which all tiles have enough CTAs; 0 if there is none before `payload` + `span`, where even
-    cuts are no dearer. Each warp tries one: all lengths there are, or, of long shares, eight spread evenly. A step of these is 1 / 192 of the
-    share: what is found is above the least by less."""
+    """Device function: a length from `payload` on with which all tiles have enough CTAs; 0 if none of those tried does. From `payload` + `span` on
+    even cuts are no dearer. Each warp tries one: with a span of 8 at most that is every length there is, else they are spread over it, and what
+    is found may be above the least by less than an eighth of the span."""
     uint32, int64, shared, i64, bar_sync, scan = lang.uint32, lang.int64, lang.shared, lang.i64, lang.bar_sync, warp_scan(lang)
     split, pieces_of = work_split(lang, config), _pieces(lang)
     tiles_of, blocks_of, fields, warps, last = split.tiles, split.blocks, REQUEST_FIELDS, WARPS, uint32(WARP - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,7 +127,11 @@ def choose_mma_tile(shape: Shape, rows: int, shared_bytes: int, hands_over: bool
     The fewest rows that hold a request: more would compute padding, fewer would fetch the KV rows again. `hands_over`: the device has
     setmaxnreg. Of the tiles with these rows, else with fewer, the first that fits. docs/how-it-works.md has the measurements.
     """
-    wanted = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    return _first_tile(shape, 16 if rows <= 16 else 32 if rows <= 32 else 64, shared_bytes, hands_over)
+
+
+@functools.lru_cache(maxsize=64)  # `verify_mla` asks in every call
+def _first_tile(shape: Shape, wanted: int, shared_bytes: int, hands_over: bool) -> MmaTile | None:
     fitting = [tile for tile in MMA_TILES if tile.shared_bytes(shape) <= shared_bytes and (hands_over or tile.registers is None)]
     return next((tile for tile in fitting if tile.rows <= wanted), None)
 

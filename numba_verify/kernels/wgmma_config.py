@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,6 +83,7 @@ class WgmmaTile:
 WGMMA_TILES = (WgmmaTile(48, 3, 6, Registers(168, 160, 24), delayed=2),)
 
 
+@functools.lru_cache(maxsize=64)  # `verify_mla` asks in every call
 def choose_wgmma_tile(shape: Shape, shared_bytes: int) -> WgmmaTile | None:
     """The first tile that fits a block of `shared_bytes`; None when none does."""
     return next((tile for tile in WGMMA_TILES if tile.shared_bytes(shape) <= shared_bytes), None)

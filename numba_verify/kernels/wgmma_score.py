@@ -31,7 +31,7 @@ MANY_SEGMENTS = 3
 #: key would be if it began with step 0. They would live through all steps, in registers that Q wants.
 END_WORD, PLAIN_WORD, KEY_WORD = 5, 6, 7
 #: log2 of how far the sum of a lane's weights of one row and step may grow, and then, of how far a row's largest score may be above its peak. A
-#: lane has at most 16 keys of a row: the first being exceeded, the second is, and peaks move. Far from float16's 65504.
+#: lane has at most 16 keys of a row: where the first is exceeded, so is the second (but for rounding), and peaks move. Far from float16's 65504.
 GROWN_SUM, GROWTH = 8.0, 4.0
 
 
@@ -349,9 +349,9 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
             for i in range(2):
                 unroll()
                 peak[i], total[i], rounded[i] = minus_infinity, float32(0), float32(0)
-            more = True
+            # The first step gives the peaks: no plain one.
+            more, end = True, number
             while more:
-                end = marks[cursor_of(opaque(t) >> uint32(5)) + uint32(PLAIN_WORD)]
                 number, scored = plain_steps(end, base, t, number, q, q_rest, scores, weights, peak, total, rounded, scale)
                 here, place = opaque(t), place_of(number)
                 w, lane, cursor = here >> uint32(5), here & uint32(31), cursor_of(here >> uint32(5))
@@ -398,7 +398,7 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
                 weigh(weights, total, rounded, scores, factor, peak)
                 hand_over(weights, place, w, lane)
                 number = uint32(number + uint32(1))
-                more = number != marks[cursor + uint32(END_WORD)]
+                more, end = number != marks[cursor + uint32(END_WORD)], marks[cursor + uint32(PLAIN_WORD)]
                 if not more:
                     _, _, _, _, piece = pick_up(cursor)
                     hand_over_sums(total, rounded, peak, piece, w, lane)

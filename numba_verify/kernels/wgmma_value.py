@@ -23,14 +23,15 @@ SEGMENT_DIMS = SEGMENT_BYTES // ITEMSIZE
 
 
 class Accumulate(NamedTuple):
-    """Of O, and a factory of its registers: clear O = 0; rescale O *= alpha; start: where the operands of a step begin, for add_step: O += P V.
-    """
+    """Of O, and a factory of its registers: clear O = 0; rescale O *= alpha; start: where the operands of a step begin, for begin_step: O += P V
+    begins; end_step(output): it is done."""
 
     new_output: Callable
     clear: Callable
     rescale: Callable
     start: Callable
-    add_step: Callable
+    begin_step: Callable
+    end_step: Callable
 
 
 def _accumulate(lang: Any, config: WgmmaConfig) -> Accumulate:
@@ -70,7 +71,7 @@ def _accumulate(lang: Any, config: WgmmaConfig) -> Accumulate:
         return p_start(weights_at), v_start(values_at)
 
     @lang.device
-    def add_step(output, p, v):
+    def begin_step(output, p, v):
         # O was cleared or rescaled.
         fence()
         for k in range(keys // 16):
@@ -78,9 +79,8 @@ def _accumulate(lang: Any, config: WgmmaConfig) -> Accumulate:
             multiply(output, p_at(p, uint32(weight_step * k >> 4)), v_at(v, uint32(value_step * k >> 4)),
                      v_at(v, uint32((value_step * k + half) >> 4)))
         commit()
-        wait(output)
 
-    return Accumulate(new_output, clear, rescale, start, add_step)
+    return Accumulate(new_output, clear, rescale, start, begin_step, wait)
 
 
 def _products(lang: Any, config: WgmmaConfig, columns: int) -> tuple[Callable, int]:
@@ -113,7 +113,8 @@ def value_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
     find, stop_of, units_of, slot_of = parts.walk.find, parts.walk.stop, parts.walk.units, parts.walk.slot
     share_begin, put_down, pick_up, place_of, phase_of = parts.share_begin, parts.cursor.put, parts.cursor.get, parts.ring.place, parts.ring.phase
     product, at, columns = _accumulate(lang, config), config.layout, config.shape.latent_dim // VALUE_GROUPS
-    new_output, clear, rescale, start, add_step = product.new_output, product.clear, product.rescale, product.start, product.add_step
+    new_output, clear, rescale, start = product.new_output, product.clear, product.rescale, product.start
+    begin_step, end_step = product.begin_step, product.end_step
     new_inverses, read, write = piece_writer(lang, config.shape, at, ROWS, 1, 1, columns, early=True)
     q_slots, size, deterministic = uint32(config.tile.q_slots), uint32(block_bytes(config)), config.deterministic
     first_delayed, scored_at, full_at, test = uint32(VALUE_GROUPS - config.tile.delayed), uint32(at.scored), uint32(at.full), lang.mbarrier_test
@@ -171,7 +172,12 @@ def value_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
                     if test(uint32(base + full_at + (there << uint32(3))), phase_of(following)) != uint32(0):
                         # Its barrier was in the phase before when its slot was ready last, which this warp has seen.
                         hold_back(uint32(base + scored_at + (there << uint32(3))), (parities >> there) & uint32(1))
-                add_step(output, weights, values)
+                begin_step(output, weights, values)
+                if part >= first_delayed:
+                    # Complete since long before `ready` was, and waited for already if the step before held back; but no phase of a barrier should
+                    # pass without a wait. While the products run, since then it costs nothing. (`ready` has gone on: the parity of before.)
+                    hold_back(uint32(base + scored_at + (place << uint32(3))), ((parities >> place) & uint32(1)) ^ uint32(1))
+                end_step(output)
                 number = uint32(number + uint32(1))
                 if number != end:
                     release(base, place, lane)

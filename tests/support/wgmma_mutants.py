@@ -61,8 +61,6 @@ WGMMA_MUTANTS = [
         replace(RISES, name="long_cap", rises=(), logit_cap=0.5), WRONG_OUT),
     one("plain_without_a_look", "wgmma_score", "if exact[i] > most or peak[i] == minus_infinity:", "if peak[i] == minus_infinity:",
         replace(RISES, name="high_rise", rises=((110, 200.0),)), ANY),
-    one("plain_without_a_peak", "wgmma_score", "if exact[i] > most or peak[i] == minus_infinity:", "if exact[i] > most:",
-        replace(RISES, name="far_below", rises=(), shift=-200.0, sm_scale=1.0, magnitude=1e-3), ANY),
     one("plain_for_one_warp", "wgmma_score", "                if scored == uint32(0):\n                    # Otherwise", "                if True:\n"
         "                    # Otherwise", RISES, STUCK),
     one("plain_sums_left_out", "wgmma_score", "                    total[i], rounded[i] = total[i] + exact[i], rounded[i] + weighed[i]\n"
