@@ -19,6 +19,9 @@
 namespace nvr {
 namespace mma {
 
+// log2 of how far weights may outgrow 1 before the output is rescaled. 2^8 = 256 is far from float16's 65504.
+constexpr float GROWTH = 8.0f;
+
 // From the peaks before this step to those after it; the sums of this group's rows follow. Whether a lane's output has to be rescaled.
 template <class S>
 __device__ __forceinline__ bool move_peaks(const RowFloats<S>& old, const RowFloats<S>& maxima, RowFloats<S>& peak, RowFloats<S>& total,

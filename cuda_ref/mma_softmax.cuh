@@ -6,9 +6,6 @@
 namespace nvr {
 namespace mma {
 
-// log2 of how far weights may outgrow 1 before the output is rescaled. 2^8 = 256 is far from float16's 65504.
-constexpr float GROWTH = 8.0f;
-
 // What scores are still to be multiplied by, to be in log2 units; capped ones are ready.
 template <class S>
 __device__ __forceinline__ float to_log2(const nvr_tensors& tensors, Scores<S>& scores) {

@@ -85,9 +85,9 @@ __device__ __forceinline__ void begin_products(const Queries<S>& q, const Rows& 
     ptx::wgmma_commit();
 }
 
-// log2 of how far the sum of a lane's weights of one row and step may grow, and then, of how far a row's largest score may be above its peak. A lane
+// How far the sum of a lane's weights of one row and step may grow; and then log2 of how far a row's largest score may be above its peak. A lane
 // has at most 16 keys of a row: where the first is exceeded, so is the second (but for rounding), and peaks move. Far from float16's 65504.
-constexpr float GROWN_SUM = 256.0f, LANE_GROWTH = 4.0f;
+constexpr float GROWN_SUM = 256.0f, GROWTH = 4.0f;
 
 // Where a score warp is, like Mark; piece: a count. end: the number after the piece's last step; plain_end: that after its last plain one (see
 // plain_steps); first_key: what its first key would be if it began with step 0. They would live through all steps, in registers that Q wants.
@@ -122,7 +122,7 @@ __device__ __forceinline__ uint32_t move_peaks(Scores<S>& scores, float factor, 
 #pragma unroll
     for (int i = 0; i < S::LANE_ROWS; ++i) {
         float alpha = 1.0f;
-        if (maxima[i] > peak[i] + LANE_GROWTH) {
+        if (maxima[i] > peak[i] + GROWTH) {
             alpha = ptx::ex2_approx_f32(peak[i] - maxima[i]);
             // What was seen at -inf weighs nothing: there is no output to rescale yet.
             grew |= peak[i] > -INFINITY;

@@ -102,10 +102,10 @@ def make_api(implementation: Implementation, warm: Callable[..., list[str]]) -> 
         begin = time.perf_counter()
         # What "auto" takes depends on the number of draft tokens.
         few, many = (rows_of_a_request(tokens, 1, num_heads, deterministic) for tokens in (1, MAX_DRAFT_TOKENS))
-        kernels = (choose_kernel(implementation, kernel, num_heads, latent_dim, rope_dim, arrays.dtype_name(dtype), page_size, device, rows).kernel
-                   for rows in (few, many))
-        for kernel in dict.fromkeys(kernels):
-            for name, make in warm(device, kernel, num_heads, latent_dim, rope_dim, arrays.dtype_name(dtype), deterministic):
+        kernels = [choose_kernel(implementation, kernel, num_heads, latent_dim, rope_dim, arrays.dtype_name(dtype), page_size, device, rows).kernel
+                   for rows in (few, many)]
+        for each in dict.fromkeys(kernels):
+            for name, make in warm(device, each, num_heads, latent_dim, rope_dim, arrays.dtype_name(dtype), deterministic):
                 if name not in times:
                     start = time.perf_counter()
                     make()

@@ -385,7 +385,7 @@ class PlanArguments(NamedTuple):
 def make_spec(implementation: Implementation, qo: ArrayView, kv_indices: ArrayView, tree: Any, given: PlanArguments, stream: int,
               request_rows: int | None = None) -> PlanSpec:
     """Check the arguments of `plan` and fill in capacities from the arrays; where only qo_indptr knows, it is read in the order of `stream`.
-    request_rows: query rows of a request, where the capacities do not tell."""
+    request_rows: query rows of a request; None: what the capacities say."""
     num_heads, page_size = check_count(given.num_heads, "num_heads", 1), check_count(given.page_size, "page_size", 1)
     latent, rope = check_count(given.latent_dim, "latent_dim", 1), check_count(given.rope_dim, "rope_dim", 0)
     dtype = arrays.dtype_name(given.dtype)
@@ -395,7 +395,7 @@ def make_spec(implementation: Implementation, qo: ArrayView, kv_indices: ArrayVi
     batch = qo.shape[0] - 1
     if batch < 0:
         raise ValueError("qo_indptr: expected at least one entry (batch + 1), got 0")
-    chosen = choose_kernel(implementation, given.kernel, num_heads, latent, rope, dtype, page_size, qo.device)
+    chosen = choose_kernel(implementation, given.kernel, num_heads, latent, rope, dtype, page_size, qo.device, request_rows)
     if not chosen:
         raise UnsupportedError(f"{implementation.name}: {chosen.reason}")
     rows = given.max_total_q
@@ -410,10 +410,10 @@ def make_spec(implementation: Implementation, qo: ArrayView, kv_indices: ArrayVi
     entries = kv_indices.shape[0] if given.max_kv_entries is None else check_count(given.max_kv_entries, "max_kv_entries", 0)
     spec = PlanSpec(num_heads, latent, rope, dtype, page_size, bool(given.draft_in_cache), chosen.kernel, bool(given.deterministic),
                     max(max_batch, 1), max(check_count(rows, "max_total_q", 0), 1), max(entries, 1), qo.device)
-    if given.kernel != "auto" or qo.device is None:
-        return spec
-    best = choose_kernel(implementation, "auto", num_heads, latent, rope, dtype, page_size, qo.device, request_rows or spec.rows_of_a_request)
-    return dataclasses.replace(spec, kernel=best.kernel)
+    if given.kernel == "auto" and qo.device is not None and request_rows is None:  # only now are they known
+        best = choose_kernel(implementation, "auto", num_heads, latent, rope, dtype, page_size, qo.device, spec.rows_of_a_request)
+        spec = dataclasses.replace(spec, kernel=best.kernel)
+    return spec
 
 
 def make_plan(implementation: Implementation, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, tree: Any, kv_lens: Any, validate: bool | None,

@@ -102,6 +102,18 @@ def test_tables_are_those_of_the_result_files(page):
         f"run: python tools/results_table.py --update {page.relative_to(ROOT)}"
 
 
+def test_readme_counts_what_its_table_shows():
+    """How many shapes are won and lost, by cells such as `1,158 `fi_fa2`, 1.43 x`: peer / ours."""
+    text = text_of(README)
+    rows = rows_of(text[text.index("<!-- results:begin -->"):text.index("<!-- results:end -->")])
+    unfused, cascade, maskless = ([float(row[column].split()[-2]) for row in rows if row[column].endswith(" x") and name in row[column]]
+                                  for column, name in ((6, "unfused"), (7, ""), (8, "")))
+    prose = " ".join(text.split())
+    assert f"at {sum(x > 1 for x in cascade)} of {len(rows)} shapes" in prose
+    assert f"without a tree mask is faster at {sum(x < 1 for x in maskless)}," in prose
+    assert f"faster than `mma` at {sum(x < 1 for x in unfused)}." in prose
+
+
 def test_peers_are_measured_on_the_benchmarks_shapes():
     peers = json.loads(text_of(tool.PEERS))
     assert [row["shape"] for row in peers["rows"]] == [shape.name for shape in shapes.SHAPES]

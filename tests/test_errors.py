@@ -337,6 +337,19 @@ def test_what_auto_takes_on_hopper(name, large_gpu):
     assert planner.choose_kernel(implementation, "auto", 64, 96, 32, "bfloat16", 1, 0, 64).kernel == "paged"
 
 
+def test_verify_mla_chooses_by_what_it_is_given(monkeypatch):
+    """And not by the capacity of the plan that it keeps, which is a power of two: the kernel would change with the batch."""
+    asked, choose = [], planner.choose_kernel
+    monkeypatch.setattr(planner, "choose_kernel", lambda *arguments: asked.append(arguments[-1]) or choose(*arguments))
+    for batch in (4, 5, 7):
+        chains, tokens = 3 * np.arange(batch + 1), np.arange(3 * batch)
+        q, kv_cache = np.zeros((3 * batch, 16, DIMS), np.float32), np.zeros((3 * batch, DIMS), np.float32)
+        nv.verify_mla(q, kv_cache, chains, chains, tokens, latent_dim=LATENT, rope_dim=ROPE, sm_scale=1.0)
+    assert asked == [48] * 3
+    nv.verify_mla(q, kv_cache, chains, chains, tokens, latent_dim=LATENT, rope_dim=ROPE, sm_scale=1.0, deterministic=True)
+    assert asked[-1] == 64
+
+
 @both
 def test_every_kernel_is_tested(name):
     assert sorted(machine.KERNELS) == sorted(importlib.import_module(f"{name}.backend").AVAILABLE)

@@ -1,8 +1,7 @@
 """The device vocabulary, compiled: one name per PTX instruction (or per thing a kernel cannot say in plain numba).
 
-Kernels are factories, `def build(lang, config): ...`, and `lang` is this module or its twin `simulator.language()`,
-which has the same names in plain Python. Section titles in quotation marks are those of the PTX ISA manual. Kernel
-arguments are 64-bit addresses and scalars. A result of several registers is a tuple.
+Kernels are factories, `def build(lang, config): ...`, and `lang` is this module or its twin `simulator.language()`, which has the same names in
+plain Python. Titles in quotation marks are those of the PTX ISA manual. Kernel arguments are 64-bit addresses and scalars, several results a tuple.
 
 Register classes: u16 "h", u32 / i32 "r", u64 / i64 "l", f32 "f". A float64 where an f32 is due is a typing error: a
 bare literal such as `1.0` turns an expression into float64, which is slow; write `float32(1.0)`. Integers are

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import UnsupportedError
 from .config import WARP, Shape
@@ -137,16 +137,16 @@ def _first_tile(shape: Shape, wanted: int, shared_bytes: int, hands_over: bool) 
 
 
 @dataclass(frozen=True)
-class MmaConfig:
-    """Row layout, tile, and how the work was cut. `suspend`: wait for an mbarrier by try_wait (sm_90 and later) or by polling."""
+class TensorConfig:
+    """What a kernel on tensor cores is compiled for: row layout, tile, and how the work was cut."""
 
+    kernel: ClassVar[str]
     shape: Shape
-    tile: MmaTile
+    tile: Any
     deterministic: bool
-    suspend: bool
 
     def __post_init__(self) -> None:
-        reason = unsupported_tensor_shape("mma", self.shape.latent_dim, self.shape.rope_dim, self.shape.dtype)
+        reason = unsupported_tensor_shape(self.kernel, self.shape.latent_dim, self.shape.rope_dim, self.shape.dtype)
         if reason:
             raise UnsupportedError(reason)
 
@@ -155,14 +155,22 @@ class MmaConfig:
         """The schedule this kernel reads."""
         return ScheduleConfig(self.tile.keys, self.tile.rows, self.deterministic, MIN_SHARE_KEYS)
 
+    def __str__(self) -> str:
+        mode = "_deterministic" if self.deterministic else ""
+        return f"{self.shape.latent_dim}_{self.shape.rope_dim}_{self.shape.dtype}_{self.tile}{mode}"
+
+
+@dataclass(frozen=True)
+class MmaConfig(TensorConfig):
+    """`mma` with one `MmaTile`. `suspend`: wait for an mbarrier by try_wait (sm_90 and later) or by polling."""
+
+    kernel: ClassVar[str] = "mma"
+    suspend: bool
+
     @property
     def layout(self) -> Layout:
         """Where its arrays lie in shared memory."""
         return layout(self.shape, self.tile)
-
-    def __str__(self) -> str:
-        mode = "_deterministic" if self.deterministic else ""
-        return f"{self.shape.latent_dim}_{self.shape.rope_dim}_{self.shape.dtype}_{self.tile}{mode}"
 
 
 class Layout(NamedTuple):

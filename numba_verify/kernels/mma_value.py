@@ -26,16 +26,11 @@ class Accumulate(NamedTuple):
     add_step: Callable
 
 
-def _accumulate(lang: Any, config: MmaConfig, place_of: Callable) -> Accumulate:
-    """Build the functions in the vocabulary `lang`. place_of: `Ring.place`."""
+def output_functions(lang: Any, row_tiles: int, column_tiles: int, alpha_at: int) -> tuple[Callable, Callable]:
+    """(clear, rescale) of an output of 16 x 8 tiles in registers: clear(output): O = 0; rescale(output, row): O *= alpha, of which this lane's first
+    row is element `row` of the float32 array at word `alpha_at` of shared memory."""
     uint32, unroll, f32, float32, shared = lang.uint32, lang.unroll, lang.f32, lang.float32, lang.shared
-    tile, at = config.tile, layout(config.shape, config.tile)
-    row_tiles, columns = tile.rows // 16, config.shape.latent_dim // VALUE_WARPS
-    column_tiles, count, alpha_at = columns // 8, row_tiles * columns // 2, at.alpha // 4
-    new_output = lang.local_array(count, f32)
-    load_weights, load_values, multiply, new_weights, new_values = _fragments(lang, config)
-    warp_sync, arrive, empty_at, size = lang.bar_warp_sync, lang.mbarrier_arrive, uint32(at.empty), uint32(block_bytes(config))
-    key_blocks, pairs = tile.key_blocks, columns // 16
+    count = row_tiles * column_tiles * 4
 
     @lang.device
     def clear(output):
@@ -45,7 +40,6 @@ def _accumulate(lang: Any, config: MmaConfig, place_of: Callable) -> Accumulate:
 
     @lang.device
     def rescale(output, row):
-        """row: of this lane in this group's factors."""
         alpha = shared(uint32(0), f32)
         for i in range(2 * row_tiles):
             unroll()
@@ -54,6 +48,22 @@ def _accumulate(lang: Any, config: MmaConfig, place_of: Callable) -> Accumulate:
                 unroll()
                 j = (i // 2 * column_tiles + n) * 4 + 2 * (i % 2)
                 output[j], output[j + 1] = output[j] * factor, output[j + 1] * factor
+
+    return clear, rescale
+
+
+def _accumulate(lang: Any, config: MmaConfig, place_of: Callable) -> Accumulate:
+    """Build the functions in the vocabulary `lang`. place_of: `Ring.place`."""
+    uint32, unroll, f32 = lang.uint32, lang.unroll, lang.f32
+    tile, at = config.tile, layout(config.shape, config.tile)
+    row_tiles, columns = tile.rows // 16, config.shape.latent_dim // VALUE_WARPS
+    column_tiles, count, alpha_at = columns // 8, row_tiles * columns // 2, at.alpha // 4
+    new_output = lang.local_array(count, f32)
+    load_weights, load_values, multiply, new_weights, new_values = _fragments(lang, config)
+    warp_sync, arrive, empty_at, size = lang.bar_warp_sync, lang.mbarrier_arrive, uint32(at.empty), uint32(block_bytes(config))
+    key_blocks, pairs = tile.key_blocks, columns // 16
+
+    clear, rescale = output_functions(lang, row_tiles, column_tiles, alpha_at)
 
     @lang.device
     def free_block(base, number, lane):

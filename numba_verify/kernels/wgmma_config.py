@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from ..errors import UnsupportedError
 from .config import WARP, Shape
-from .mma_config import CURSOR_WORDS, ITEMSIZE, MIN_SHARE_KEYS, SEGMENT_BYTES, Registers, unsupported_tensor_shape
-from .work import ScheduleConfig
+from .mma_config import CURSOR_WORDS, ITEMSIZE, SEGMENT_BYTES, Registers, TensorConfig
 
 #: Threads of a warpgroup, which issues a wgmma together.
 WARPGROUP = 4 * WARP
@@ -90,22 +88,10 @@ def choose_wgmma_tile(shape: Shape, shared_bytes: int) -> WgmmaTile | None:
 
 
 @dataclass(frozen=True)
-class WgmmaConfig:
-    """Row layout, tile, and how the work was cut."""
+class WgmmaConfig(TensorConfig):
+    """`wgmma` with one `WgmmaTile`."""
 
-    shape: Shape
-    tile: WgmmaTile
-    deterministic: bool
-
-    def __post_init__(self) -> None:
-        reason = unsupported_tensor_shape("wgmma", self.shape.latent_dim, self.shape.rope_dim, self.shape.dtype)
-        if reason:
-            raise UnsupportedError(reason)
-
-    @property
-    def schedule(self) -> ScheduleConfig:
-        """The schedule this kernel reads."""
-        return ScheduleConfig(self.tile.keys, ROWS, self.deterministic, MIN_SHARE_KEYS)
+    kernel: ClassVar[str] = "wgmma"
 
     @property
     def layout(self) -> Layout:
@@ -126,10 +112,6 @@ class WgmmaConfig:
     def weights(self) -> tuple[int, int]:
         """(byte offset of the weights of slot 0, bytes from there to those of the next slot)."""
         return _weights(self.shape, self.tile, self.layout.weights)
-
-    def __str__(self) -> str:
-        mode = "_deterministic" if self.deterministic else ""
-        return f"{self.shape.latent_dim}_{self.shape.rope_dim}_{self.shape.dtype}_{self.tile}{mode}"
 
 
 class Layout(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from .config import WARP
 from .mma_config import CURSOR_WORDS, ITEMSIZE, SEGMENT_BYTES, SLOT_WORD
+from .mma_value import output_functions
 from .mma_work import block_bytes
 from .mma_write import piece_writer
 from .wgmma_config import PATTERN_BYTES, ROWS, SUM_PLACES, VALUE_GROUPS, WARPGROUP, WgmmaConfig
@@ -36,35 +37,18 @@ class Accumulate(NamedTuple):
 
 def _accumulate(lang: Any, config: WgmmaConfig) -> Accumulate:
     """Build the functions in the vocabulary `lang`."""
-    uint32, unroll, float32, shared, f32 = lang.uint32, lang.unroll, lang.float32, lang.shared, lang.f32
+    uint32, unroll, f32 = lang.uint32, lang.unroll, lang.f32
     columns, keys, at = config.shape.latent_dim // VALUE_GROUPS, config.tile.keys, config.layout
-    count, alpha_at, new_output = columns // 2, uint32(at.alpha // 4), lang.local_array(columns // 2, f32)
+    count, new_output = columns // 2, lang.local_array(columns // 2, f32)
     fence, commit, wait = lang.wgmma_fence, lang.wgmma_commit, lang.wgmma_wait(0, count)
     # Weights: core matrices of 8 rows x 8 keys, 128 bytes each, one after the other along the keys.
     weights = operand(lang, 128, keys // 8 * 128, 0)
     # Values: MN-major, 64 columns are a segment of the slot, 8 keys are 1024 bytes.
     values = operand(lang, config.segment_bytes, PATTERN_BYTES, 128)
     p_start, p_at, v_start, v_at = weights.start, weights.at, values.start, values.at
+    clear, rescale = output_functions(lang, 1, columns // 8, at.alpha // 4)
     multiply, width = _products(lang, config, columns)
     weight_step, value_step, half = 2 * 128, 2 * PATTERN_BYTES, width // SEGMENT_DIMS * config.segment_bytes
-
-    @lang.device
-    def clear(output):
-        for i in range(count):
-            unroll()
-            output[i] = float32(0)
-
-    @lang.device
-    def rescale(output, row):
-        """row: of this lane among the factors of all slots."""
-        alpha = shared(uint32(0), f32)
-        for i in range(2):
-            unroll()
-            factor = alpha[alpha_at + row + uint32(8 * i)]
-            for n in range(columns // 8):
-                unroll()
-                j = n * 4 + 2 * i
-                output[j], output[j + 1] = output[j] * factor, output[j + 1] * factor
 
     @lang.device
     def start(weights_at, values_at):
