@@ -73,15 +73,16 @@ def test_the_collector_stays_as_it_was(enabled):
 
 
 def test_what_is_frozen_stays_frozen():
-    """A server that forks workers freezes what they share."""
+    """A server that forks workers freezes what they share. Their number is no measure of it: frozen objects may die meanwhile."""
+    frozen: list = []
     gc.freeze()
     try:
-        count = gc.get_freeze_count()
         with frontend.prepared((9, 0)):
             pass
-        assert gc.get_freeze_count() == count > 0
+        assert not any(known is frozen for known in gc.get_objects())  # which leaves out what is frozen
     finally:
         gc.unfreeze()
+    assert any(known is frozen for known in gc.get_objects())
 
 
 def test_a_name_that_is_gone_is_left_alone():
