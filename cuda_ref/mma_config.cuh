@@ -99,7 +99,6 @@ struct TensorCore;
 template <>
 struct TensorCore<Bf16> {
     static constexpr uint32_t EXPONENT = 0x7f80;  // all ones: not finite
-    static constexpr uint32_t ONES = 0x3f803f80;
     static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
         ptx::mma_m16n8k16_bf16(c, a, b0, b1);
     }
@@ -109,7 +108,6 @@ struct TensorCore<Bf16> {
 template <>
 struct TensorCore<Fp16> {
     static constexpr uint32_t EXPONENT = 0x7c00;
-    static constexpr uint32_t ONES = 0x3c003c00;
     static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
         ptx::mma_m16n8k16_f16(c, a, b0, b1);
     }

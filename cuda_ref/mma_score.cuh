@@ -4,8 +4,9 @@
 //     lane l        of every 16 x 8 tile: rows g = l / 4 and g + 8, keys 2 (l % 4) and the next (see mma in ptx.cuh)
 //
 // While one group is at its softmax another multiplies. The peaks that weights are measured from go from group to group like a baton, in
-// the order of the steps. Scores are kept in log2 units. A peak moves only when a row outgrows it by 2^GROWTH: the value warps have to
-// rescale 64 x 512 numbers then; in between weights stay below 2^GROWTH, which float32 sums do not mind.
+// the order of the steps. Scores are kept in log2 units. A peak moves only when a row outgrows it: the value warps have to rescale 64 x 512
+// numbers then; in between weights grow up to GROWN_SUM, which float32 sums do not mind. A step whose keys all rows see (nearly all steps) is a
+// plain one: it does not look for the rows' largest scores, only whether the sum of a lane's weights, measured from the peaks of before, stays small.
 //
 // A draft row may hold NaN and yet be hidden from some rows of the tile, whose weight 0 would not save them: 0 * NaN is NaN. So where a
 // hidden score is not finite, the values of such keys are zeroed in the ring; rows that do see them have a NaN sum, and with it a NaN
@@ -19,23 +20,51 @@
 namespace nvr {
 namespace mma {
 
-// log2 of how far weights may outgrow 1 before the output is rescaled. 2^8 = 256 is far from float16's 65504.
-constexpr float GROWTH = 8.0f;
+// Where the score warps are, like Mark; done: steps of this CTA before the piece. prefix, plain_end: where the keys end that all rows see, and of
+// those the plain steps (the same, unless scores are capped).
+struct ScoreMark {
+    Walk walk;
+    uint32_t done, prefix, plain_end;
+};
+static_assert(sizeof(ScoreMark) <= MARK_BYTES, "has room");
 
-// From the peaks before this step to those after it; the sums of this group's rows follow. Whether a lane's output has to be rescaled.
+template <class C>
+__device__ __forceinline__ ScoreMark* score_mark() {
+    return reinterpret_cast<ScoreMark*>(shared_array<unsigned char>(C::MARKS));
+}
+
+// Whether the weights measured from `peak` do not do: a sum is large, or another group has moved the peak. In all lanes or none.
+// peaks: of the tile, from the lane's first row on.
 template <class S>
-__device__ __forceinline__ bool move_peaks(const RowFloats<S>& old, const RowFloats<S>& maxima, RowFloats<S>& peak, RowFloats<S>& total,
-                                           RowFloats<S>& rounded, RowFloats<S>& alpha) {
+__device__ __forceinline__ bool is_outgrown(const RowFloats<S>& exact, const RowFloats<S>& weighed, const RowFloats<S>& peak, const float* peaks) {
+    bool found = false;
+    RowFloats<S> before;
+#pragma unroll
+    for (int i = 0; i < S::LANE_ROWS; ++i) before[i] = peaks[8 * i];
+#pragma unroll
+    for (int i = 0; i < S::LANE_ROWS; ++i) {
+        // Both sums: what only a settled step asks for would be added up there, and not between the exponentials.
+        found |= fmaxf(exact[i], weighed[i]) > GROWN_SUM || before[i] != peak[i] || peak[i] == -INFINITY;
+    }
+    return __ballot_sync(ALL_LANES, found) != 0;
+}
+
+// The peaks go on from those of the step before (none if `opening`), and the sums of this group's rows follow. Nonzero if the output has to be
+// rescaled, in all lanes or none. peaks: of the tile, from the lane's first row on.
+template <class S>
+__device__ __forceinline__ uint32_t move_peaks(const RowFloats<S>& maxima, float* peaks, bool opening, uint32_t lane, RowFloats<S>& peak,
+                                               RowFloats<S>& total, RowFloats<S>& rounded, RowFloats<S>& alpha) {
     bool grew = false;
 #pragma unroll
     for (int i = 0; i < S::LANE_ROWS; ++i) {
-        float moved = old[i];
+        const float before = opening ? -INFINITY : peaks[8 * i];
+        float moved = before;
         alpha[i] = 1.0f;
-        if (maxima[i] > old[i] + GROWTH) {
+        if (maxima[i] > before + GROWTH) {
             moved = maxima[i];
-            alpha[i] = ptx::ex2_approx_f32(old[i] - moved);
+            alpha[i] = ptx::ex2_approx_f32(before - moved);
             // What was seen at -inf weighs nothing: there is no output to rescale yet.
-            grew |= old[i] > -INFINITY;
+            grew |= before > -INFINITY;
         }
         // The group's own sums still stand at its last peak; other groups may have raised it since.
         if (moved > peak[i]) {
@@ -45,7 +74,13 @@ __device__ __forceinline__ bool move_peaks(const RowFloats<S>& old, const RowFlo
         }
         peak[i] = moved;
     }
-    return grew;
+    // All four lanes of a row have read its peak before one of them replaces it.
+    __syncwarp();
+    if (lane % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < S::LANE_ROWS; ++i) peaks[8 * i] = peak[i];
+    }
+    return __ballot_sync(ALL_LANES, grew);
 }
 
 // Weights, factors and flag of this warp to shared memory. g: the lane's first row in the tile; grew: nonzero in all lanes or in none.
@@ -64,22 +99,6 @@ __device__ __forceinline__ void hand_over_weights(const Weights<S>& weights, con
         for (int i = 0; i < S::LANE_ROWS; ++i) shared_array<float>(S::ALPHA)[group * S::ROWS + g + 8 * i] = alpha[i];
     }
     if (lane == 0) shared_array<uint32_t>(S::FLAGS)[w] = grew;
-}
-
-// At the group's last step of a piece: sums of its weights, exact and as rounded, and the peaks that they are measured from.
-template <class S>
-__device__ __forceinline__ void hand_over_sums(const RowFloats<S>& total, const RowFloats<S>& rounded, const RowFloats<S>& peak, uint32_t group,
-                                               uint32_t g, uint32_t lane) {
-#pragma unroll
-    for (int i = 0; i < S::LANE_ROWS; ++i) {
-        float x = total[i] + __shfl_xor_sync(ALL_LANES, total[i], 1);
-        x += __shfl_xor_sync(ALL_LANES, x, 2);
-        if (lane % 4 == 0) {
-            shared_array<float>(S::TOTALS)[group * S::ROWS + g + 8 * i] = x;
-            shared_array<float>(S::ROUNDED)[group * S::ROWS + g + 8 * i] = rounded[i];
-            shared_array<float>(S::REFERENCES)[group * S::ROWS + g + 8 * i] = peak[i];
-        }
-    }
 }
 
 // Where a hidden score is not finite, the group zeroes the values behind it.
@@ -122,7 +141,7 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
         // All score warps are done with the Q of the piece before, and have picked up its mark.
         Signal::score_sync();
         load_queries<S>(params, base, t, request.q_begin, walk.tile * S::ROWS, tokens_there(params, request) * plan.row_heads);
-        if (t == 0) *score_mark<S>() = {walk, done, 0};
+        if (t == 0) *score_mark<S>() = {walk, done, prefix, params.tensors.logit_cap > 0.0f ? 0 : prefix};
         // Q, copied by all score threads, is complete before any warp reads it.
         Signal::score_sync();
         RowFloats<S> peak, total, rounded;
@@ -135,7 +154,8 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
         const uint32_t mine = (group + S::GROUPS - done % S::GROUPS) % S::GROUPS;
         bool opening = mine == 0;
         uint32_t key0 = (walk.unit + mine) * S::KEYS, number = (done + mine) * S::KEY_BLOCKS;
-        uint32_t ahead = mine < count ? count - mine : 0;
+        // The group's first step gives it peaks: no plain one.
+        uint32_t ahead = mine < count ? count - mine : 0, plain_end = 0;
 #pragma unroll 1
         while (ahead != 0) {
             uint32_t k_at[S::KEY_BLOCKS];
@@ -147,49 +167,65 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
             }
             Scores<S> scores;
             multiply_keys<S>(q_at, k_at, scores);
-            const bool masked = key0 + S::KEYS > prefix;
-            Seen<S> seen;
-            if (masked) {
-                // Looked up here, in the few steps that want it: it would live through all the others.
-                const Walk here = score_mark<S>()->walk;
-                look<S>(plan, request_of(plan, here), key0, here.tile * S::ROWS + g, lane, seen);
-                clear_poison<S>(scores, seen, w, lane, number, key0, prefix);
-            }
-            float factor = to_log2<S>(params.tensors, scores);
-            if (masked) factor = hide<S>(scores, seen, factor);
-            RowFloats<S> old, maxima, alpha;
-            find_maxima<S>(scores, factor, maxima);
-            // The step before this one has decided its peaks, in another group.
-            Signal::turn_sync(row_warp, group);
+            RowFloats<S> alpha, exact, weighed;
 #pragma unroll
-            for (int i = 0; i < S::LANE_ROWS; ++i) old[i] = opening ? -INFINITY : peaks[g + 8 * i];
-            opening = false;
-            const uint32_t grew = __ballot_sync(ALL_LANES, move_peaks<S>(old, maxima, peak, total, rounded, alpha));
-            // All four lanes of a row have read its peak before one of them replaces it.
-            __syncwarp();
-            if (lane % 4 == 0) {
-#pragma unroll
-                for (int i = 0; i < S::LANE_ROWS; ++i) peaks[g + 8 * i] = peak[i];
-            }
-            // The peaks are decided and written: the group of the next step may go on from them.
-            if (!last || ahead > 1) Signal::turn_arrive(row_warp, group);
+            for (int i = 0; i < S::LANE_ROWS; ++i) alpha[i] = 1.0f;
             Weights<S> weights;
-            weigh<S>(scores, factor, peak, total, weights);
-            add_rounded<S>(weights, rounded);
+            uint32_t grew = 0;
+            float factor = params.tensors.sm_scale * LOG2E;
+            bool plain = key0 + S::KEYS <= plain_end, settled = false;
+            const bool tried = plain;
+#pragma unroll 1
+            while (!settled) {
+                if (!plain) {
+                    // Looked up here, in the few steps that want it: it would live through all the others.
+                    const uint32_t prefix = score_mark<S>()->prefix;
+                    const bool masked = key0 + S::KEYS > prefix;
+                    Seen<S> seen;
+                    if (masked) {
+                        const Walk here = score_mark<S>()->walk;
+                        look<S>(plan, request_of(plan, here), key0, here.tile * S::ROWS + g, lane, seen);
+                        clear_poison<S>(scores, seen, w, lane, number, key0, prefix);
+                    }
+                    factor = to_log2<S>(params.tensors, scores);
+                    if (masked) factor = hide<S>(scores, seen, factor);
+                    RowFloats<S> maxima;
+                    find_maxima<S>(scores, factor, maxima);
+                    // The step before this one has decided its peaks, in another group.
+                    if (!tried) Signal::turn_sync(row_warp, group);
+                    grew = move_peaks<S>(maxima, peaks + g, opening, lane, peak, total, rounded, alpha);
+                    settled = true;
+                    // The peaks are decided and written: the group of the next step may go on from them.
+                    if (!last || ahead > 1) Signal::turn_arrive(row_warp, group);
+                }
+#pragma unroll
+                for (int i = 0; i < S::LANE_ROWS; ++i) exact[i] = weighed[i] = 0.0f;
+                weigh<S>(scores, factor, peak, weights, exact, weighed);
+                if (plain) {
+                    // The step before this one has decided its peaks, in another group.
+                    Signal::turn_sync(row_warp, group);
+                    plain = settled = !is_outgrown<S>(exact, weighed, peak, peaks + g);
+                    // The peaks stay: the group of the next step may go on from them.
+                    if (settled && (!last || ahead > 1)) Signal::turn_arrive(row_warp, group);
+                }
+            }
+            opening = false;
+            plain_end = score_mark<S>()->plain_end;
+            add_rows<S>(exact, weighed, total, rounded);
             // The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
             Signal::free_sync(group);
             hand_over_weights<S>(weights, alpha, grew, group, w, g, lane);
-            if (ahead <= S::GROUPS) hand_over_sums<S>(total, rounded, peak, group, g, lane);
+            if (ahead <= S::GROUPS) hand_over_sums<S>(total, rounded, peak, group * S::ROWS + g, lane);
             // Weights, factors and, at the end of a piece, sums are written: the value warps may read them.
             Signal::ready_arrive(group);
             ahead = ahead > S::GROUPS ? ahead - S::GROUPS : 0;
             key0 += S::GROUPS * S::KEYS;
             number += S::GROUPS * S::KEY_BLOCKS;
         }
-        const Mark mark = *score_mark<S>();
+        const ScoreMark mark = *score_mark<S>();
         walk = mark.walk;
         const uint32_t length = piece_length<S>(plan, walk);
-        done = mark.number + length;
+        done = mark.done + length;
         go_on<S>(plan, length, &walk);
     }
 }

@@ -169,11 +169,6 @@ struct Mark {
 };
 static_assert(sizeof(Mark) <= MARK_BYTES, "has room");
 
-template <class C>
-__device__ __forceinline__ Mark* score_mark() {
-    return reinterpret_cast<Mark*>(shared_array<unsigned char>(C::MARKS));
-}
-
 // The value warps have no barrier before they put it down, where a slow thread may still read what the piece before left: they take two
 // places in turn.
 template <class C>

@@ -85,10 +85,6 @@ __device__ __forceinline__ void begin_products(const Queries<S>& q, const Rows& 
     ptx::wgmma_commit();
 }
 
-// How far the sum of a lane's weights of one row and step may grow; and then log2 of how far a row's largest score may be above its peak. A lane
-// has at most 16 keys of a row: where the first is exceeded, so is the second (but for rounding), and peaks move. Far from float16's 65504.
-constexpr float GROWN_SUM = 256.0f, GROWTH = 4.0f;
-
 // Where a score warp is, like Mark; piece: a count. end: the number after the piece's last step; plain_end: that after its last plain one (see
 // plain_steps); first_key: what its first key would be if it began with step 0. They would live through all steps, in registers that Q wants.
 struct ScoreMark {
@@ -100,15 +96,6 @@ static_assert(sizeof(ScoreMark) <= MARK_BYTES, "has room");
 template <class C>
 __device__ __forceinline__ ScoreMark* score_mark_of(uint32_t w) {
     return reinterpret_cast<ScoreMark*>(mark_of<C>(w));
-}
-
-// The step's weights; their sums over the lane's keys are added up, exact and as rounded.
-template <class S>
-__device__ __forceinline__ void weigh_step(Scores<S>& scores, float factor, const RowFloats<S>& peak, Weights<S>& weights, RowFloats<S>& exact,
-                                           RowFloats<S>& weighed) {
-    weigh<S>(scores, factor, peak, exact, weights);
-    // By lanes, not by tensor cores: it fits in between the exponentials, of which a quarter of an SM makes 4 a clock.
-    add_lane_rounded<S>(weights, weighed);
 }
 
 // The peaks follow where a row outgrew them, and the sums the peaks. Whether the warp's output has to be rescaled: by factors that are put in place.
@@ -135,15 +122,6 @@ __device__ __forceinline__ uint32_t move_peaks(Scores<S>& scores, float factor, 
     return __ballot_sync(ALL_LANES, grew);
 }
 
-template <class S>
-__device__ __forceinline__ void add_rows(const RowFloats<S>& exact, const RowFloats<S>& weighed, RowFloats<S>& total, RowFloats<S>& rounded) {
-#pragma unroll
-    for (int i = 0; i < S::LANE_ROWS; ++i) {
-        total[i] += exact[i];
-        rounded[i] += weighed[i];
-    }
-}
-
 // Weights of this warp to shared memory, in core matrices of 8 rows x 16 bytes, one after the other along the keys: what a warp writes at once is
 // 128 bytes in a row.
 template <class S>
@@ -160,27 +138,6 @@ __device__ __forceinline__ void hand_over_weights(const Weights<S>& weights, uin
 template <class S>
 __device__ __forceinline__ void hand_over_flag(uint32_t grew, uint32_t place, uint32_t w, uint32_t lane) {
     if (lane == 0) shared_array<uint32_t>(S::FLAGS)[place * SCORE_WARPS + w] = grew;
-}
-
-__device__ __forceinline__ float over_quad(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
-
-// At the last step of a piece: sums of the weights, exact and as rounded, and the peaks that they are measured from. row: the lane's first.
-template <class S>
-__device__ __forceinline__ void hand_over_sums(const RowFloats<S>& total, const RowFloats<S>& rounded, const RowFloats<S>& peak, uint32_t piece,
-                                               uint32_t row, uint32_t lane) {
-#pragma unroll
-    for (int i = 0; i < S::LANE_ROWS; ++i) {
-        const float exact = over_quad(total[i]), weighed = over_quad(rounded[i]);
-        if (lane % 4 == 0) {
-            const uint32_t at = piece % SUM_PLACES * S::ROWS + row + 8 * i;
-            shared_array<float>(S::TOTALS)[at] = exact;
-            shared_array<float>(S::ROUNDED)[at] = weighed;
-            shared_array<float>(S::REFERENCES)[at] = peak[i];
-        }
-    }
 }
 
 // Where a hidden score is not finite, the score warps zero the values behind it.
@@ -215,7 +172,7 @@ __device__ __forceinline__ void finish_products(uint32_t base, uint32_t place, u
     ptx::wgmma_wait<0>(scores);
 }
 
-// Steps `number` to `end` of a piece, whose keys all rows see, without logit_cap and with a scale that is not negative: nearly all steps. Returns
+// Steps `number` to `end` of a piece, whose keys all rows see, without logit_cap: nearly all steps. Returns
 // whether the scores of the step it ended at are made.
 //
 // A loop of their own, so that what they do not need does not lie between: each jump over code costs a fetch of instructions, and all else waits
@@ -242,7 +199,7 @@ __device__ __forceinline__ bool plain_steps(uint32_t end, uint32_t base, uint32_
         RowFloats<S> exact, weighed;
 #pragma unroll
         for (int i = 0; i < S::LANE_ROWS; ++i) exact[i] = weighed[i] = 0.0f;
-        weigh_step<S>(scores, scale, peak, weights, exact, weighed);
+        weigh<S>(scores, scale, peak, weights, exact, weighed);
         hand_over_weights<S>(weights, now, w, lane);
         // Asked early, since the answer takes its time.
         landed = ptx::mbarrier_test(barrier_at<S::FULL>(base, place), turn);
@@ -266,8 +223,7 @@ template <class S>
 __device__ __forceinline__ ScoreMark piece_mark(const VerifyParams& params, const Walk& walk, uint32_t piece, uint32_t number) {
     const Plan& plan = params.plan;
     const uint32_t count = piece_length<S>(plan, walk), key0 = walk.unit * S::KEYS, prefix = static_cast<uint32_t>(request_of(plan, walk).prefix);
-    const bool plain = params.tensors.sm_scale >= 0.0f && !(params.tensors.logit_cap > 0.0f);
-    const uint32_t whole = plain && key0 < prefix ? (prefix - key0) / S::KEYS : 0;
+    const uint32_t whole = key0 < prefix && !(params.tensors.logit_cap > 0.0f) ? (prefix - key0) / S::KEYS : 0;
     // The last step of a piece has more to do.
     return {walk, piece, number + count, number + (whole < count ? whole : count - 1), key0 - number * S::KEYS};
 }
@@ -330,11 +286,11 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
             // If scored it is said; and other warps, whose weights stayed small, may be at the next step.
             if (!scored) score_sync();
             Weights<S> weights;
-            weigh_step<S>(scores, factor, peak, weights, total, rounded);
+            weigh<S>(scores, factor, peak, weights, total, rounded);
             hand_over_weights<S>(weights, place, w, lane);
             more = ++number != mark.end;
             plain_end = mark.plain_end;
-            if (!more) hand_over_sums<S>(total, rounded, peak, mark.piece, w * S::WARP_ROWS + lane / 4, lane);
+            if (!more) hand_over_sums<S>(total, rounded, peak, mark.piece % SUM_PLACES * S::ROWS + w * S::WARP_ROWS + lane / 4, lane);
             // All lanes have written their weights, factors and, at the end of a piece, sums.
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(barrier_at<S::READY>(base, place));

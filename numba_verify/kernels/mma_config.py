@@ -151,6 +151,11 @@ class TensorConfig:
             raise UnsupportedError(reason)
 
     @property
+    def layout(self) -> Any:
+        """Where its arrays lie in shared memory."""
+        raise NotImplementedError
+
+    @property
     def schedule(self) -> ScheduleConfig:
         """The schedule this kernel reads."""
         return ScheduleConfig(self.tile.keys, self.tile.rows, self.deterministic, MIN_SHARE_KEYS)

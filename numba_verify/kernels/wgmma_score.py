@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from .config import WARP
 from .mma_config import CURSOR_WORDS, SEGMENT_BYTES
 from .mma_mask import mask_of, poison_remover, seen_words
-from .mma_softmax import Softmax, softmax_of
+from .mma_softmax import GROWN_SUM, GROWTH, Softmax, softmax_of
 from .mma_work import block_bytes
 from .tile import LOG2_E
 from .wgmma_config import PATTERN_BYTES, ROWS, SEGMENT_STEPS, SUM_PLACES, VALUE_WARPS, WARPGROUP, WgmmaConfig
@@ -30,9 +30,6 @@ MANY_SEGMENTS = 3
 #: Words of a score warp's cursor: the number after the piece's last step; that after its last plain one (see `_plain_steps`); and what its first
 #: key would be if it began with step 0. They would live through all steps, in registers that Q wants.
 END_WORD, PLAIN_WORD, KEY_WORD = 5, 6, 7
-#: log2 of how far the sum of a lane's weights of one row and step may grow, and then, of how far a row's largest score may be above its peak. A
-#: lane has at most 16 keys of a row: where the first is exceeded, so is the second (but for rounding), and peaks move. Far from float16's 65504.
-GROWN_SUM, GROWTH = 8.0, 4.0
 
 
 def _queries(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
@@ -141,31 +138,19 @@ def _products(lang: Any, config: WgmmaConfig) -> Products:
 
 
 class Weighing(NamedTuple):
-    """Device functions that turn the step's scores into weights and hand them over; see `_weighing`."""
+    """Device functions around the step's weights; see `_weighing`."""
 
-    weigh: Callable
     move_peaks: Callable
     hand_over: Callable
-    hand_over_sums: Callable
 
 
 def _weighing(lang: Any, config: WgmmaConfig, softmax: Softmax) -> Weighing:
     """Build them in the vocabulary `lang`."""
     uint32, float32, unroll, shared, f32, u32 = lang.uint32, lang.float32, lang.unroll, lang.shared, lang.f32, lang.u32
-    exp2, shuffle, any_lane = lang.ex2_approx_f32, lang.shfl_sync_bfly_f32, lang.vote_sync_any
-    maxima, to_weights, add_rounded = softmax.maxima, softmax.weigh, softmax.add_lane_rounded
+    exp2, any_lane, maxima = lang.ex2_approx_f32, lang.vote_sync_any, softmax.maxima
     at, chunks, new_rows = config.layout, config.tile.keys // 8, lang.local_array(2, f32)
     growth, minus_infinity = float32(GROWTH), float32(-float("inf"))
-    alpha_at, totals_at, rounded_at, references_at, flags_at = (
-        uint32(x // 4) for x in (at.alpha, at.totals, at.rounded, at.references, at.flags))
-    weights_at, weights_size = (uint32(x // 4) for x in config.weights)
-
-    @lang.device
-    def weigh(weights, exact, weighed, scores, factor, peak):
-        """The step's weights; their sums over the lane's keys are added up, exact and as rounded."""
-        to_weights(weights, scores, factor, peak, exact)
-        # By lanes, not by tensor cores: it fits in between the exponentials, of which a quarter of an SM makes 4 a clock.
-        add_rounded(weighed, weights)
+    alpha_at, (weights_at, weights_size) = uint32(at.alpha // 4), (uint32(x // 4) for x in config.weights)
 
     @lang.device
     def move_peaks(scores, factor, peak, total, rounded, place, w, lane):
@@ -196,27 +181,11 @@ def _weighing(lang: Any, config: WgmmaConfig, softmax: Softmax) -> Weighing:
                 unroll()
                 words[word + uint32((i * chunks + n) * 32)] = weights[2 * n + i]
 
-    @lang.device
-    def over_quad(x):
-        x = x + shuffle(x, uint32(1))
-        return x + shuffle(x, uint32(2))
-
-    @lang.device
-    def hand_over_sums(total, rounded, peak, piece, w, lane):
-        """At the last step of a piece: sums of the weights, exact and as rounded, and the peaks that they are measured from."""
-        floats = shared(uint32(0), f32)
-        for i in range(2):
-            unroll()
-            exact, weighed = over_quad(total[i]), over_quad(rounded[i])
-            if (lane & uint32(3)) == uint32(0):
-                row = uint32((piece % uint32(SUM_PLACES)) * uint32(ROWS) + w * uint32(16) + (lane >> uint32(2)) + uint32(8 * i))
-                floats[totals_at + row], floats[rounded_at + row], floats[references_at + row] = exact, weighed, peak[i]
-
-    return Weighing(weigh, move_peaks, hand_over, hand_over_sums)
+    return Weighing(move_peaks, hand_over)
 
 
-def _plain_steps(lang: Any, config: WgmmaConfig, parts: Parts, products: Products, weighing: Weighing) -> Callable:
-    """run(...): steps of a piece whose keys all rows see, without logit_cap and with a scale that is not negative: nearly all steps.
+def _plain_steps(lang: Any, config: WgmmaConfig, parts: Parts, products: Products, weigh: Callable, hand_over: Callable) -> Callable:
+    """run(...): steps of a piece whose keys all rows see, without logit_cap: nearly all steps.
 
     A loop of their own, so that what they do not need does not lie between: each jump over code costs a fetch of instructions, and all else
     waits for the score warps. It does not look for the rows' largest scores either, only whether the sum of a lane's weights stays small. A step
@@ -226,11 +195,11 @@ def _plain_steps(lang: Any, config: WgmmaConfig, parts: Parts, products: Product
     unroll, shared, u32, f32, test, any_lane = lang.unroll, lang.shared, lang.u32, lang.f32, lang.mbarrier_test, lang.vote_sync_any
     warp_sync, proxy_fence, score_sync = lang.bar_warp_sync, lang.fence_proxy_async, lang.named_barrier(1, WARPGROUP).sync
     rows, begin_products, wait_for_most, end_products = products
-    low, uniform, weigh, hand_over = rows.low, rows.uniform, weighing.weigh, weighing.hand_over
+    low, uniform = rows.low, rows.uniform
     place_of, phase_of = parts.ring.place, parts.ring.phase
     at, size, delayed, new_rows = config.layout, uint32(block_bytes(config)), config.tile.delayed > 0, lang.local_array(2, f32)
     ring_at, full_at, ready_at, scored_at = uint32(at.ring), uint32(at.full), uint32(at.ready), uint32(at.scored)
-    flags_at, most, minus_infinity = uint32(at.flags // 4), float32(2.0**GROWN_SUM), float32(-float("inf"))
+    flags_at, most, minus_infinity = uint32(at.flags // 4), float32(GROWN_SUM), float32(-float("inf"))
 
     @lang.device
     def run(end, base, t, number, q, q_rest, scores, weights, peak, total, rounded, scale):
@@ -296,11 +265,11 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
     find, stop_of, units_of, place_of, phase_of = parts.walk.find, parts.walk.stop, parts.walk.units, parts.ring.place, parts.ring.phase
     share_begin, put_down, pick_up, take_queries = parts.share_begin, parts.cursor.put, parts.cursor.get, _queries(lang, config, parts)
     products, masks, softmax = _products(lang, config), mask_of(lang, config), softmax_of(lang, config)
-    weighing, zero_poisoned = _weighing(lang, config, softmax), poison_remover(lang, config, parts.swizzle, parts.ring)
-    plain_steps, weigh, move_peaks = _plain_steps(lang, config, parts, products, weighing), weighing.weigh, weighing.move_peaks
+    zero_poisoned, weigh, weighing = poison_remover(lang, config, parts.swizzle, parts.ring), softmax.weigh, _weighing(lang, config, softmax)
+    move_peaks, hand_over, hand_over_sums = weighing.move_peaks, weighing.hand_over, softmax.hand_over_sums
+    plain_steps = _plain_steps(lang, config, parts, products, weigh, hand_over)
     start, begin_products, wait_for_most, end_products = products.rows.start, products.begin, products.wait_for_most, products.end
     look, poisoned, hide, to_log2 = masks.look, masks.poisoned, masks.hide, softmax.to_log2
-    hand_over, hand_over_sums = weighing.hand_over, weighing.hand_over_sums
     keys, q_slots, delayed = tile.keys, tile.q_slots, tile.delayed > 0
     new_q, new_scores, new_weights = (lang.local_array(16 * min(tile.q_segments, config.segments), u32), lang.local_array(keys // 2, f32),
                                       lang.local_array(keys // 4, u32))
@@ -315,10 +284,10 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
         return uint32(cursors_at + w * uint32(CURSOR_WORDS))
 
     @lang.device
-    def put_down_steps(cursor, number, count, key0, prefix, scale, logit_cap):
+    def put_down_steps(cursor, number, count, key0, prefix, logit_cap):
         """Of a piece whose `count` steps begin with `number`, at key `key0`."""
         marks, last, whole = shared(uint32(0), u32), uint32(count - uint32(1)), uint32(0)
-        if scale >= float32(0) and not logit_cap > float32(0) and key0 < prefix:
+        if key0 < prefix and not logit_cap > float32(0):
             whole = uint32(uint32(prefix - key0) // uint32(keys))
         marks[cursor + uint32(END_WORD)] = uint32(number + count)
         # The last step of a piece has more to do.
@@ -341,7 +310,7 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
                 put_down(cursor_of(w), r, tile, unit, left, piece)
                 put_down_steps(cursor_of(w), uint32(number + uint32(q_slots)), uint32(stop_of(requests, r, unit, left, row_heads) - unit),
                                uint32(unit * uint32(keys)), uint32(requests[int64(r) * fields + PREFIX]),
-                               from_bits(opaque(to_bits(scale))), from_bits(opaque(to_bits(logit_cap))))
+                               from_bits(opaque(to_bits(logit_cap))))
             take_queries(q, origin, number, w, lane)
             number = uint32(number + uint32(q_slots))
             # Q is where it belongs, the part of every warp: a product belongs to all four. And the cursor is there.
@@ -401,7 +370,8 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
                 more, end = number != marks[cursor + uint32(END_WORD)], marks[cursor + uint32(PLAIN_WORD)]
                 if not more:
                     _, _, _, _, piece = pick_up(cursor)
-                    hand_over_sums(total, rounded, peak, piece, w, lane)
+                    row = uint32((piece % uint32(SUM_PLACES)) * uint32(ROWS) + w * uint32(16) + (lane >> uint32(2)))
+                    hand_over_sums(total, rounded, peak, row, lane)
                 # All lanes have written their weights, factors and, at the end of a piece, sums.
                 warp_sync()
                 if lane == uint32(0):

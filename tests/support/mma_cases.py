@@ -4,7 +4,7 @@ The grid of cases.py runs with `mma` as well, as far as its rows allow. These ca
 
     tiles    16, 32 or 64 rows (draft token x head): part of a token, one, several; a last tile that is partly filled
     steps    16 or 32 keys: masked ones (draft tokens or the end of the list are in it) and others, by 1, 2 or 4 groups of score warps in turn
-    peaks    handed from group to group, and moved only when a row outgrows them by 2^8
+    peaks    handed from group to group, and moved only when a row outgrows them
     poison   a hidden draft row that is not finite is zeroed where it lies, for all rows of the tile
     bits     of 16 or 32 keys at once, from two neighbouring visibility words
 
@@ -84,10 +84,16 @@ PEAKS = [
     Case("rise_again", "in the middle of three steps, of different groups", ((-1, 0, 0),), (190,), heads=3,
          rises=((40, 8.0), (70, 7.0), (150, 9.0))),
     Case("rise_at_the_end", "the last step, of another group than the first, outgrows all before", (chain(5),), (94,), heads=3, rises=((97, 12.0),)),
-    Case("rise_a_little", "by less than 2^8 again and again: the peak moves late", ((-1, 0, 0),), (190,), heads=3,
+    Case("hump", "one step, of one group, rises above all others: the next groups measure from its peak", ((-1, 0, 0),), (350,), heads=3,
+         rises=((160, 9.0), (192, -9.0))),
+    Case("hump_of_16", "the same in steps of 16 keys and float16, with a negative scale", ((-1, 0, 0),), (350,), heads=3, dtype="float16",
+         sm_scale=-0.07, rises=((160, 9.0), (176, -9.0))),
+    Case("climb", "up by a factor of 16, less or more, in each step: weights do, or peaks move", ((-1, 0, 0),), (350,), heads=3,
+         rises=tuple((32 * i, 2.5 + 0.1 * i) for i in range(4, 10))),
+    Case("rise_a_little", "by a little again and again: the peak moves late", ((-1, 0, 0),), (190,), heads=3,
          rises=tuple((16 * i, 2.0) for i in range(1, 12))),
-    Case("rise_fp16", "weights just below 2^8 are well inside float16", ((-1, 0, 0),), (90,), heads=3, dtype="float16",
-         rises=((32, 5.4), (64, 5.4))),
+    Case("rise_fp16", "weights up to 2^7.8, for which no peak moves, are well inside float16", ((-1, 0, 0),), (350,), heads=3, dtype="float16",
+         rises=((163, 5.4), (164, -5.4), (291, 5.4), (292, -5.4))),
     Case("fall", "the first key is the peak of all", ((-1, 0, 0),), (90,), heads=3, rises=((1, -9.0), (50, -9.0))),
     Case("rise_and_cut", "pieces with peaks far apart", ((-1, 0, 0),), (600,), heads=3, rises=((300, 9.0), (550, 6.0))),
     Case("far_below_heads", "all scores near -1e5", SMALL, (20, 37), shift=-1e5, heads=3),

@@ -25,6 +25,8 @@ ROUNDS = replace(MMA, name="rounds", trees=(SIBLINGS,), prefix=(250,))
 RISES = replace(MMA, name="rises", trees=(SIBLINGS,), prefix=(150,), rises=((20, 9.0), (70, 9.0), (150, 9.0)))
 # What comes before the rise still counts, a little; four groups of 32 keys, and it is the last one's step.
 LATE_RISE = replace(RISES, name="late_rise", prefix=(110,), rises=((100, 6.8),), dtype="float16")
+# One step of one group, after which scores are as before.
+HUMP = replace(RISES, name="hump", rises=((64, 9.0), (80, -9.0)))
 # 44 and 22 steps of 16 keys for 4 CTAs.
 CUT = replace(MMA, name="cut", trees=((-1, 0), (-1,)), prefix=(700, 350), rises=((400, 3.0),))
 FIXED = replace(MMA, name="fixed", trees=((-1,), (-1, 0)), prefix=(1050, 9), heads=1, rope_dim=0, deterministic=True)
@@ -44,6 +46,7 @@ def one(name: str, module: str, old: str, new: str, case: Case, caught: str, til
 
 STUCK = r"no thread can go on|comes twice in one phase|race on the mbarrier|completed without this thread|there is no mbarrier"
 ANY = f"{WRONG_OUT}|{NAN_OUT}"
+ANY_OR_STUCK = f"{ANY}|{STUCK}"
 
 MMA_MUTANTS = [
     # Keys: which are read, and where they lie.
@@ -71,7 +74,7 @@ MMA_MUTANTS = [
     one("one_word_twice", "mma_mask", "uint32(index + uint32(1))", "index", WORDS, WRONG_OUT),
     one("bits_of_the_first_lane", "mma_mask", "uint32(bits >> uint32(uint32(2) * (lane & uint32(3))))", "bits", MMA, WRONG_OUT),
     one("hidden_nan_stays", "mma_score", "if found != uint32(0):", "if False:", HIDDEN_NAN, NAN_OUT),
-    one("hidden_nan_of_the_other_warp", "mma_score", "found = marks[poison_at + group * uint32(row_warps)] |", "found = uint32(0) &",
+    one("hidden_nan_of_the_other_warp", "mma_score", "found = marks[first] |", "found = uint32(0) &",
         replace(HIDDEN_NAN, name="hidden_nan_two_warps", trees=((-1, 0), (-1, 0, 0, 0, 0, 0)), nan_at=(1, 22)), NAN_OUT, PAIRS),
     one("poison_of_the_neighbour", "mma_mask", "place(uint32(number + key // block_keys))", "place(number)", HIDDEN_NAN, NAN_OUT),
     # Scores and softmax.
@@ -87,7 +90,7 @@ MMA_MUTANTS = [
     one("cap_in_base_2", "mma_softmax", "tanh(scores[i] * sm_scale / logit_cap) * log2e", "tanh(scores[i] * sm_scale / logit_cap)", CAP, WRONG_OUT),
     one("forget_log2e", "mma_score", "float32(sm_scale * log2e)", "float32(sm_scale)", MMA, WRONG_OUT),
     one("skip_the_rescale", "mma_value", "                    rescale(output,", "                    (output,", RISES, WRONG_OUT),
-    one("factor_of_one", "mma_score", "moved, factor = step_peak[i], exp2(old[i] - step_peak[i])", "moved, factor = step_peak[i], float32(1)", RISES,
+    one("factor_of_one", "mma_score", "moved, factor = step_peak[i], exp2(before - step_peak[i])", "moved, factor = step_peak[i], float32(1)", RISES,
         WRONG_OUT),
     one("factors_of_the_first_group", "mma_value", "rescale(output, uint32(turn * uint32(rows) + g))", "rescale(output, g)", LATE_RISE, WRONG_OUT),
     one("flag_of_the_first_warp", "mma_score", "words[flags_at + w] = grew", "words[flags_at + w] = uint32(0)", RISES, WRONG_OUT),
@@ -96,10 +99,23 @@ MMA_MUTANTS = [
         replace(RISES, name="two_rises", rises=((20, 9.0), (140, 9.0))), f"{WRONG_OUT}|{WRONG_LSE}"),
     one("sums_of_one_group", "mma_write", "for k in range(groups):\n            unroll()", "for k in range(1):\n            unroll()", MMA,
         WRONG_OUT),
-    one("peaks_of_the_own_group", "mma_score", "old[i] = floats[peaks_at + g + uint32(8 * i)]", "old[i] = peak[i]", RISES, WRONG_OUT),
+    one("peaks_of_the_own_group", "mma_score", "                before = floats[", "                before = peak[i] + float32(0) * floats[", RISES,
+        WRONG_OUT),
     one("peaks_of_the_piece_before", "mma_score", "if not opening:", "if True:", MMA, f"{ANY}|lse: NaN stands in"),
-    one("a_peak_that_never_moves", "mma_score", "if step_peak[i] > old[i] + growth:", "if old[i] == minus_infinity:",
+    one("a_peak_that_never_moves", "mma_score", "if step_peak[i] > before + growth:", "if before == minus_infinity:",
         replace(RISES, name="high_rise", rises=((60, 100.0),)), ANY),
+    # Plain steps.
+    one("plain_past_the_prefix", "mma_score", "uint32(key0 + uint32(keys)) <= plain_end", "key0 < plain_end", replace(WORDS, prefix=(53,)), WRONG_OUT,
+        PAIRS),
+    one("plain_with_a_cap", "mma_score", "uint32(0) if logit_cap > float32(0) else prefix", "prefix",
+        replace(RISES, name="long_cap", rises=(), logit_cap=0.5), WRONG_OUT, PAIRS),
+    one("plain_without_a_look", "mma_score", "maximum(exact[i], weighed[i]) > most or before[i]", "before[i]",
+        replace(RISES, name="high_rise", rises=((110, 200.0),)), ANY, PAIRS),
+    one("plain_by_an_old_peak", "mma_score", "> most or before[i] != peak[i] or", "> most or", HUMP, WRONG_OUT, PAIRS),
+    one("plain_though_outgrown", "mma_score", "                        settled = plain", "                        settled = True",
+        replace(RISES, name="high_rise", rises=((110, 200.0),)), ANY_OR_STUCK, PAIRS),
+    one("waits_twice_for_its_turn", "mma_score", "if not tried:", "if True:", RISES, STUCK, PAIRS),
+    one("sums_left_out", "mma_score", "total[i], rounded[i] = total[i] + exact[i], rounded[i] + weighed[i]", "pass", MMA, f"{ANY}|{WRONG_LSE}"),
     one("lse_in_base_2", "mma_write", "value = (peak + log2(total)) * ln2", "value = peak + log2(total)", MMA, WRONG_LSE),
     one("lse_without_the_peak", "mma_write", "value = (peak + log2(total)) * ln2", "value = log2(total) * ln2", MMA, WRONG_LSE),
     one("undivided_output", "mma_write", "inverse = float32(1) / total", "inverse = float32(1)", MMA, WRONG_OUT),

@@ -57,7 +57,7 @@ WGMMA_MUTANTS = [
     one("plain_past_the_prefix", "wgmma_score", "whole = uint32(uint32(prefix - key0) // uint32(keys))",
         "whole = uint32(uint32(prefix - key0) // uint32(keys) + uint32(1))", LONG_WORDS, WRONG_OUT),
     one("plain_to_the_end", "wgmma_score", "whole if whole < last else last", "whole if whole < count else count", CUT, ANY_OR_STUCK),
-    one("plain_with_a_cap", "wgmma_score", "scale >= float32(0) and not logit_cap > float32(0)", "scale >= float32(0)",
+    one("plain_with_a_cap", "wgmma_score", "if key0 < prefix and not logit_cap > float32(0):", "if key0 < prefix:",
         replace(RISES, name="long_cap", rises=(), logit_cap=0.5), WRONG_OUT),
     one("plain_without_a_look", "wgmma_score", "if exact[i] > most or peak[i] == minus_infinity:", "if peak[i] == minus_infinity:",
         replace(RISES, name="high_rise", rises=((110, 200.0),)), ANY),
