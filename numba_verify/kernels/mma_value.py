@@ -159,8 +159,6 @@ def value_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     @lang.device
     def value(base, t, ctas, p, requests, out_address, out_row, out_head, lse_address, partial_address, statistics_address, row_heads, num_rows,
               flags):
-        w, lane = t >> uint32(5), t & uint32(31)
-        g = lane >> uint32(2)
         marks = shared(uint32(0), u32)
         output, number, piece = new_output(), uint32(0), uint32(0)
         cta = p * CTA_FIELDS
@@ -185,10 +183,10 @@ def value_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                 # The weights of this step, and with them the keys they belong to, are there.
                 ready_sync(turn)
                 if (marks[flags_at + turn * uint32(row_warps)] | marks[flags_at + turn * uint32(row_warps) + uint32(row_warps - 1)]) != uint32(0):
-                    rescale(output, uint32(turn * uint32(rows) + g))
-                # Worked out in every step: what lives through them takes registers from O.
-                here, origin = opaque(lane), opaque(base)
-                key, half = here & uint32(15), here >> uint32(4)
+                    rescale(output, uint32(turn * uint32(rows) + ((opaque(t) >> uint32(2)) & uint32(7))))
+                # Worked out in every step: what lives through them takes registers from O and from the fragments fetched ahead.
+                here, origin = opaque(t), opaque(base)
+                w, lane, key, half = here >> uint32(5), here & uint32(31), here & uint32(15), (here >> uint32(4)) & uint32(1)
                 values_at = uint32(origin + ring_at + row_offset(key, uint32(w * uint32(columns // 8) + half)))
                 weight_at = uint32(origin + weights_at + turn * weight_bytes + weight_offset(key, half))
                 add_step(output, base, number, values_at, weight_at, lane)
@@ -196,14 +194,17 @@ def value_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                 if uint32(end - number) >= uint32(groups * key_blocks):
                     # This thread has read weights and factors, and the group has another step in this piece: it may write its next.
                     free_arrive(turn)
+            # From a copy for the same reason: what the writing wants to know would be worked out before the steps.
+            here = opaque(t)
+            w, lane, g = here >> uint32(5), here & uint32(31), (here >> uint32(2)) & uint32(7)
             words_at = uint32(cursor_at + (piece & uint32(1)) * uint32(CURSOR_WORDS))
             r, tile, unit, left, number = pick_up(words_at)
             count, start = uint32(end - number) // uint32(key_blocks), uint32(number // uint32(key_blocks)) % uint32(groups)
             stop, number, piece = uint32(unit + count), end, uint32(piece + uint32(1))
             units = units_of(requests, r)
             inverses = new_inverses()
-            peak, total = read(inverses, t, uint32(0), start, count, g)
-            write(output, inverses, peak, total, uint32(0), start, count, t, w, g, lane, requests, r, tile, unit == uint32(0) and stop == units,
+            peak, total = read(inverses, here, uint32(0), start, count, g)
+            write(output, inverses, peak, total, uint32(0), start, count, here, w, g, lane, requests, r, tile, unit == uint32(0) and stop == units,
                   uint64(marks[words_at + uint32(SLOT_WORD)]), row_heads, num_rows, flags, out_address, out_row, out_head, lse_address,
                   partial_address, statistics_address)
             # Sums and peaks are read as well now: the groups of the last steps may write those of the next piece, as far as it goes.
