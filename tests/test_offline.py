@@ -103,22 +103,25 @@ def test_resources_on_tensor_cores(source, arch):
     assert (got.stack_bytes, got.spill_store_bytes, got.spill_load_bytes) == (0, 0, 0), f"{source.variant} {arch}: {got}"
     assert got.shared_bytes <= resources.SHARED_BYTES[arch]
     assert 0 < got.registers <= SM_REGISTERS // source.threads
-    opcodes = opcodes_of(source, arch)
+    instructions = instructions_of(source, arch)
+    opcodes = [sass.opcode(one) for one in instructions]
     check_instructions(source.variant, opcodes)
+    if instructions and source.variant.startswith("mma"):
+        check_fragments(source.variant, instructions)
     handed_over = [name for name in opcodes if "SETMAXREG" in name]
     assert len(handed_over) == (3 if opcodes and source.config.tile.registers else 0), f"{source.variant} {arch}: {handed_over}"
 
 
 def got_opcodes(variant, arch):
-    return opcodes_of(VARIANTS[variant], arch)
+    return [sass.opcode(one) for one in instructions_of(VARIANTS[variant], arch)]
 
 
-def opcodes_of(source, arch):
-    """Opcodes of the variant's one kernel; an empty list where nvdisasm is missing, which test_nvdisasm reports."""
+def instructions_of(source, arch):
+    """Instructions of the variant's one kernel; an empty list where nvdisasm is missing, which test_nvdisasm reports."""
     if sass.find_nvdisasm() is None:
         return []
     variant, cubin = source.variant, compile_kernel(source, arch)
-    listing = sass.opcodes(cubin.code)
+    listing = sass.instructions(cubin.code)
     assert list(listing) == [cubin.symbol], f"{variant}: expected one kernel in the cubin and no function beside it, got {list(listing)}"
     return listing[cubin.symbol]
 
@@ -145,6 +148,14 @@ def check_instructions(variant, opcodes):
             assert any(re.match(pattern, name) for name in opcodes), f"{variant}: {what}: no {pattern}"
 
 
+def check_fragments(variant, instructions):
+    """Fragments are fetched ahead: where ptxas had no registers for that, it filled the same ones again and again, each time just before the mma
+    that reads them (docs/facts.md, 484 us instead of 404). Neither the count of registers nor spills show it."""
+    for kind, fewest in (("M88", 15), ("MT88", 4)):
+        targets = {match.group(1) for match in (re.match(rf"LDSM\.16\.{kind}\.4 (R\d+),", one) for one in instructions) if match}
+        assert len(targets) >= fewest, f"{variant}: {len(targets)} sets of registers for fragments ({kind}), expected {fewest}"
+
+
 def test_nvdisasm():
     """Says so when no emitted instruction was looked at; and that the check would see what it looks for."""
     if sass.find_nvdisasm() is None:
@@ -156,6 +167,8 @@ def test_nvdisasm():
         check_instructions("flash_x", ["LDG.E.64", "LDG.E.128", "LDG.E"])
     with pytest.raises(AssertionError, match="transposed"):
         check_instructions("mma_x", ["HMMA.16816.F32.BF16", "LDSM.16.M88.4"])
+    with pytest.raises(AssertionError, match="2 sets of registers"):
+        check_fragments("mma_x", ["LDSM.16.M88.4 R24, [R86]", "LDSM.16.M88.4 R28, [R86]", "HMMA.16816.F32.BF16 R4, R24, R28, R4"] * 20)
 
 
 def test_the_naive_kernel_shares_nothing():

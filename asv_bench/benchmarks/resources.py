@@ -102,7 +102,7 @@ def _numba_resources(name: str, arch: str) -> Resources | None:
     except ImportError:  # a past commit
         sass = None
     if sass and sass.find_nvdisasm():
-        count = len(sass.opcodes(cubin.code)[cubin.symbol])
+        count = len(sass.instructions(cubin.code)[cubin.symbol])
     got = cubin.resources
     spilled = got.spill_store_bytes + got.spill_load_bytes
     return Resources("numba_verify", name, arch, got.registers, got.shared_bytes, spilled, got.stack_bytes, count)
@@ -186,7 +186,7 @@ def _twin_instruction_counts(library: Path) -> dict[tuple[str, str], int]:
         subprocess.run([tool, "-xelf", "all", str(library)], cwd=folder, check=True, capture_output=True)
         for cubin in Path(folder).glob("*.cubin"):
             arch = re.search(r"sm_\w+?(?=\.)", cubin.name).group()
-            listing = sass.opcodes(cubin.read_bytes())
+            listing = sass.instructions(cubin.read_bytes())
             clean = subprocess.run(["c++filt"], input="\n".join(listing), capture_output=True, text=True, check=True).stdout.splitlines()
             for symbol, name in zip(listing, clean, strict=True):
                 counts[arch, _twin_name(name)] = len(listing[symbol])

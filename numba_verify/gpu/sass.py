@@ -11,8 +11,8 @@ import tempfile
 
 from ..errors import UnsupportedError
 
-# An instruction line: its address, a predicate or none, the opcode with its modifiers.
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+\{?\s*(?:@!?\w+\s+)?([A-Z][\w.]*)")
+# An instruction line: its address, a predicate or none, the opcode with its modifiers, the operands.
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+\{?\s*(?:@!?\w+\s+)?([A-Z][\w.]*[^;]*)")
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.([\w$]+)")
 
 
@@ -30,8 +30,9 @@ def find_nvdisasm() -> str | None:
     return next((path for path in candidates if path and os.access(path, os.X_OK)), None)
 
 
-def opcodes(code: bytes) -> dict[str, list[str]]:
-    """Opcodes with modifiers ("LDG.E.128.CONSTANT"), in order, of every kernel of a cubin, by symbol. NOPs (padding) are left out.
+def instructions(code: bytes) -> dict[str, list[str]]:
+    """Instructions ("LDSM.16.M88.4 R24, [R86]") without their predicates, in order, of every kernel of a cubin, by symbol. NOPs (padding) are left
+    out.
 
     UnsupportedError with the reason when nvdisasm is not there or cannot read the cubin (one older than the compiler, say).
     """
@@ -51,6 +52,16 @@ def opcodes(code: bytes) -> dict[str, list[str]]:
         instruction = _INSTRUCTION.match(line)
         if section:
             current = found.setdefault(section.group(1), [])
-        elif instruction and instruction.group(1) != "NOP":
-            current.append(instruction.group(1))
+        elif instruction and opcode(instruction.group(1)) != "NOP":
+            current.append(instruction.group(1).strip())
     return found
+
+
+def opcode(instruction: str) -> str:
+    """Its opcode with modifiers: "LDSM.16.M88.4"."""
+    return instruction.split(maxsplit=1)[0]
+
+
+def opcodes(code: bytes) -> dict[str, list[str]]:
+    """The opcodes of `instructions`."""
+    return {symbol: [opcode(one) for one in listing] for symbol, listing in instructions(code).items()}
