@@ -6,7 +6,7 @@
 // Q is in registers, as fragments of A, as far as they go. A product then reads nothing but keys from shared memory, half of what it would read
 // otherwise, and what Q leaves free is a third slot for keys: one is scored while the one before is multiplied and the next is fetched.
 //
-// The weights of a step take the place of its last 64 dims, which no value is made of.
+// The weights of a step have a place of their own or, where there is none, that of the last 64 dims of its keys, which no value is made of.
 #pragma once
 
 #include "mma_mask.cuh"
@@ -194,7 +194,7 @@ __device__ __forceinline__ bool plain_steps(uint32_t end, uint32_t base, uint32_
         keys = opaque(Rows::low(base + S::RING + place * S::BLOCK_BYTES));
         finish_products<S>(base, now, lane, scores);
         // All score warps have read the step's keys: the weights may take the place of the last of their dims.
-        score_sync();
+        if constexpr (!S::WEIGHTS_APART) score_sync();
         Weights<S> weights;
         RowFloats<S> exact, weighed;
 #pragma unroll

@@ -19,7 +19,7 @@ from .gpu.compile import KernelSource
 from .kernels import combine, expand, flash, mma, mma_config, naive, paged, scans, schedule, wgmma, wgmma_config, work
 from .kernels.config import SMALLEST_SHARED_BYTES, Shape, TileConfig, choose_tile, unsupported_shape
 from .kernels.mma_config import TENSOR_KERNELS, MmaConfig, MmaTile, choose_mma_tile, unsupported_tensor_shape
-from .kernels.wgmma_config import WgmmaConfig, WgmmaTile, choose_wgmma_tile
+from .kernels.wgmma_config import HOPPER_SHARED_BYTES, WgmmaConfig, WgmmaTile, choose_wgmma_tile
 from .memory import Workspace, align
 from .problem import Enqueue, IndexArrays, PlanSpec, Tensors
 
@@ -27,8 +27,8 @@ from .problem import Enqueue, IndexArrays, PlanSpec, Tensors
 AVAILABLE = ("wgmma", "mma", "paged", "flash", "naive")
 #: Kernels that cut tiles over CTAs and so need `combine`.
 SPLITTING = ("wgmma", "mma", "paged")
-#: The only architecture with wgmma, and the shared memory it gives a block.
-WGMMA_ARCH, HOPPER_SHARED_BYTES = "sm_90a", 232_448
+#: The only architecture with wgmma.
+WGMMA_ARCH = "sm_90a"
 #: bfloat16 conversions and cp.async begin with Ampere.
 OLDEST_CAPABILITY = (8, 0)
 #: From Hopper on a warp can sleep at an mbarrier (try_wait).

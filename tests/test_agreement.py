@@ -31,6 +31,7 @@ def runs_here(implementation, kernel, case):
 PAIRS = [(case, kernel) for case in cases.ALL for kernel in machine.KERNELS
          if takes("numba_verify", kernel, case) and (kernel in machine.SPLITTING or not case.deterministic)]
 PAIRS += [(case, kernel) for case in mma_cases.ALL for kernel in machine.TENSOR if takes("numba_verify", kernel, case)]
+PAIRS += [(case, "wgmma") for case in mma_cases.WIDE if takes("numba_verify", "wgmma", case)]
 
 
 @pytest.mark.parametrize("case, kernel", PAIRS, ids=str)

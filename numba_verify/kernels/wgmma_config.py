@@ -25,6 +25,8 @@ FEWEST_ROWS = 33
 SUM_PLACES = 2
 #: Alignment of the 128-byte swizzle's pattern, 8 rows of 128 bytes.
 PATTERN_BYTES = 1024
+#: Shared memory that a block may have on GPUs with wgmma.
+HOPPER_SHARED_BYTES = 232_448
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class WgmmaTile:
         return f"w{ROWS}k{self.keys}s{self.slots}q{self.q_segments}d{self.delayed}"
 
 
-#: The tile. At 512/64 it takes 193,344 of the 232,448 B that a block may have. Registers: 128 of a value thread's are O, and ptxas keeps 24 below
+#: The tile. At 512/64 it takes 211,776 of the 232,448 B that a block may have. Registers: 128 of a value thread's are O, and ptxas keeps 24 below
 #: the operands of wgmma; 6 segments of Q take 96 of a score thread's. See docs/wgmma.md.
 WGMMA_TILES = (WgmmaTile(48, 3, 6, Registers(168, 160, 24), delayed=2),)
 
@@ -109,16 +111,24 @@ class WgmmaConfig(TensorConfig):
         return self.shape.row_dim * ITEMSIZE // SEGMENT_BYTES
 
     @property
+    def weights_apart(self) -> bool:
+        """Whether weights have a place of their own. Else they take that of their slot's last segment, which no value is made of, and score warps
+        have to wait for each other before they write there: it holds keys."""
+        return weights_apart(self.shape, self.tile)
+
+    @property
     def weights(self) -> tuple[int, int]:
         """(byte offset of the weights of slot 0, bytes from there to those of the next slot)."""
-        return _weights(self.shape, self.tile, self.layout.weights)
+        if self.weights_apart:
+            return self.layout.weights, ROWS * self.tile.keys * ITEMSIZE
+        return (self.segments - 1) * self.segment_bytes, self.segments * self.segment_bytes
 
 
 class Layout(NamedTuple):
     """Byte offsets in dynamic shared memory.
 
     ring [slots][segments][keys][64] and q [segments - q_segments][64][64] are 16-bit, swizzled by 128 bytes; weights [slots][64][keys] 16-bit,
-    where rows have no rope part (otherwise they take the place of the slot's last segment); alpha [slots][64] and totals, rounded and
+    where there is room (see `WgmmaConfig.weights_apart`); alpha [slots][64] and totals, rounded and
     references [SUM_PLACES][64] float32; flags [slots][4] and poison [4] uint32, one a score warp; cursors [12][CURSOR_WORDS] uint32, one a
     score warp, then one a value warp; full, empty, ready and scored [slots] mbarriers.
     """
@@ -140,10 +150,19 @@ class Layout(NamedTuple):
     end: int
 
 
+def weights_apart(shape: Shape, tile: WgmmaTile) -> bool:
+    """See `WgmmaConfig.weights_apart`: where they fit into a block, or there is no other place."""
+    return shape.rope_dim == 0 or _layout(shape, tile, True).end <= HOPPER_SHARED_BYTES
+
+
 def layout(shape: Shape, tile: WgmmaTile) -> Layout:
     """Where everything lies. All offsets are multiples of 16; ring and q of 1024, which the swizzle counts from."""
+    return _layout(shape, tile, weights_apart(shape, tile))
+
+
+def _layout(shape: Shape, tile: WgmmaTile, apart: bool) -> Layout:
     segments, slots = shape.row_dim * ITEMSIZE // SEGMENT_BYTES, tile.slots
-    own_weights = slots * ROWS * tile.keys * ITEMSIZE if shape.rope_dim == 0 else 0
+    own_weights = slots * ROWS * tile.keys * ITEMSIZE if apart else 0
     warps = WARPGROUP // WARP
     cursors = (warps + VALUE_WARPS) * CURSOR_WORDS
     sizes = (slots * segments * tile.keys * SEGMENT_BYTES, max(segments - tile.q_segments, 0) * ROWS * SEGMENT_BYTES, own_weights,
@@ -152,10 +171,3 @@ def layout(shape: Shape, tile: WgmmaTile) -> Layout:
     for size in sizes:
         offsets.append(offsets[-1] + -(-size // 16) * 16)
     return Layout(*offsets)
-
-
-def _weights(shape: Shape, tile: WgmmaTile, own: int) -> tuple[int, int]:
-    segments, segment = shape.row_dim * ITEMSIZE // SEGMENT_BYTES, tile.keys * SEGMENT_BYTES
-    if shape.rope_dim == 0:
-        return own, ROWS * tile.keys * ITEMSIZE
-    return (segments - 1) * segment, segments * segment

@@ -6,7 +6,7 @@
 Q is in registers, as fragments of A, as far as they go. A product then reads nothing but keys from shared memory, half of what it would read
 otherwise, and what Q leaves free is a third slot for keys: one is scored while the one before is multiplied and the next is fetched.
 
-The weights of a step take the place of its last 64 dims, which no value is made of.
+The weights of a step have a place of their own or, where there is none, that of the last 64 dims of its keys, which no value is made of.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _plain_steps(lang: Any, config: WgmmaConfig, parts: Parts, products: Product
     low, uniform = rows.low, rows.uniform
     place_of, phase_of = parts.ring.place, parts.ring.phase
     at, size, delayed, new_rows = config.layout, uint32(block_bytes(config)), config.tile.delayed > 0, lang.local_array(2, f32)
-    ring_at, full_at, ready_at, scored_at = uint32(at.ring), uint32(at.full), uint32(at.ready), uint32(at.scored)
+    in_slot, ring_at, full_at, ready_at, scored_at = not config.weights_apart, uint32(at.ring), uint32(at.full), uint32(at.ready), uint32(at.scored)
     flags_at, most, minus_infinity = uint32(at.flags // 4), float32(GROWN_SUM), float32(-float("inf"))
 
     @lang.device
@@ -224,8 +224,9 @@ def _plain_steps(lang: Any, config: WgmmaConfig, parts: Parts, products: Product
                 # All but the last products of this warp are done: value warps that wait for it may use the tensor cores after those.
                 arrive(uint32(base + scored_at + (now << uint32(3))))
             end_products(scores)
-            # All score warps have read the step's keys: the weights may take the place of the last of their dims.
-            score_sync()
+            if in_slot:
+                # All score warps have read the step's keys: the weights may take the place of the last of their dims.
+                score_sync()
             for i in range(2):
                 unroll()
                 exact[i], weighed[i] = float32(0), float32(0)

@@ -130,3 +130,9 @@ POISON = [
 FLOAT16 = [replace(case, name=f"{case.name}_float16", dtype="float16") for case in TILES + PEAKS + POISON
            if case.name in ("rows_63", "rise_again", "nan_hidden", "inf_hidden", "inf_around")]
 ALL = TILES + STEPS + BITS + PEAKS + POISON + FLOAT16
+#: For `wgmma` alone: no tile of `mma` with such rows fits the smallest GPU, whose shared memory the simulator gives it.
+WIDE = [
+    Case("widest_rows", "512/128, over several steps: no room for weights beside the ring", ((-1, 0),), (250,), latent_dim=512, rope_dim=128,
+         heads=3),
+    Case("widest_rows_rise", "the same, and not all steps are plain", (SIBLINGS,), (250,), latent_dim=512, rope_dim=128, rises=((150, 9.0),)),
+]

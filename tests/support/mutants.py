@@ -37,6 +37,7 @@ from .wgmma_mutants import (
     WGMMA_SIGNAL_CAUGHT,
     WGMMA_SIGNAL_MODULES,
     WGMMA_SPECIAL_CASES,
+    WGMMA_SPECIAL_SIGNALS,
 )
 
 KERNELS_FOLDER = Path(numba_verify.kernels.__file__).parent
@@ -80,7 +81,8 @@ def signal_mutants() -> list[Mutant]:
                 if found:
                     before, after = "".join(lines[i - 2 : i]), "".join(lines[i + 1 : i + 3])
                     edit = (module, before + line + after, before + line.replace(line.strip(), "pass") + after)
-                    mutants.append(Mutant(f"no_{found.group(1)}_{module}_line_{i + 1}", kernel, (edit,), SIGNALS_CASE, caught, True, tile))
+                    case = WGMMA_SPECIAL_SIGNALS.get(lines[i - 1].strip(), (SIGNALS_CASE, tile))
+                    mutants.append(Mutant(f"no_{found.group(1)}_{module}_line_{i + 1}", kernel, (edit,), case[0], caught, True, case[1]))
     return mutants
 
 

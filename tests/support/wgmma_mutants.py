@@ -87,6 +87,9 @@ WGMMA_MUTANTS = [
 WGMMA_SIGNAL_MODULES = ("wgmma_score", "wgmma_value", "wgmma_producer")
 WGMMA_SIGNAL = r"(score_sync|warp_sync|wait|arrive|arrive_for|landed|proxy_fence|fence|commit|release)\(.*\)"
 WGMMA_SIGNAL_CAUGHT = f"{RACE}|{STUCK}|{OUTSIDE}|{PROXY}|wgmma"
+#: Comments before statements that other cases have to miss: the case, and the tile, None for the plan's.
+WGMMA_SPECIAL_SIGNALS = {"# All score warps have read the step's keys: the weights may take the place of the last of their dims.":
+                         (replace(ROUNDS, name="weights_in_slots", latent_dim=512, rope_dim=128), None)}
 #: As in mutant_list.py.
 WGMMA_BARRIERS = {"wgmma": ("wgmma", MMA)}
 WGMMA_SPECIAL_CASES = {"# The mbarriers are there before anybody uses one.": ("wgmma", MMA, STUCK, True)}
