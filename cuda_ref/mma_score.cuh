@@ -115,6 +115,25 @@ __device__ __forceinline__ void clear_poison(Scores<S>& scores, const Seen<S>& s
     if ((poison[first] | poison[first + S::ROW_WARPS - 1]) != 0) zero_poisoned<S>(w % S::ROW_WARPS * WARP + lane, number, key0, prefix);
 }
 
+// What plain steps leave out: the mask, the cap, and the rows' largest scores. Returns the factor of the scores.
+template <class S>
+__device__ __forceinline__ float measure(const VerifyParams& params, uint32_t w, uint32_t lane, uint32_t number, uint32_t key0, Scores<S>& scores,
+                                         RowFloats<S>& maxima) {
+    // Looked up here, in the few steps that want it: it would live through all the others.
+    const ScoreMark& mark = *score_mark<S>();
+    const uint32_t prefix = mark.prefix, first = mark.walk.tile * S::ROWS + w % S::ROW_WARPS * S::WARP_ROWS + lane / 4;
+    const bool masked = key0 + S::KEYS > prefix;
+    Seen<S> seen;
+    if (masked) {
+        look<S>(params.plan, request_of(params.plan, mark.walk), key0, first, lane, seen);
+        clear_poison<S>(scores, seen, w, lane, number, key0, prefix);
+    }
+    float factor = to_log2<S>(params.tensors, scores);
+    if (masked) factor = hide<S>(scores, seen, factor);
+    find_maxima<S>(scores, factor, maxima);
+    return factor;
+}
+
 // One score thread from start to end. t: thread of the role.
 template <class C>
 __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base, uint32_t t) {
@@ -178,19 +197,8 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
 #pragma unroll 1
             while (!settled) {
                 if (!plain) {
-                    // Looked up here, in the few steps that want it: it would live through all the others.
-                    const uint32_t prefix = score_mark<S>()->prefix;
-                    const bool masked = key0 + S::KEYS > prefix;
-                    Seen<S> seen;
-                    if (masked) {
-                        const Walk here = score_mark<S>()->walk;
-                        look<S>(plan, request_of(plan, here), key0, here.tile * S::ROWS + g, lane, seen);
-                        clear_poison<S>(scores, seen, w, lane, number, key0, prefix);
-                    }
-                    factor = to_log2<S>(params.tensors, scores);
-                    if (masked) factor = hide<S>(scores, seen, factor);
                     RowFloats<S> maxima;
-                    find_maxima<S>(scores, factor, maxima);
+                    factor = measure<S>(params, w, lane, number, key0, scores, maxima);
                     // The step before this one has decided its peaks, in another group.
                     if (!tried) Signal::turn_sync(row_warp, group);
                     grew = move_peaks<S>(maxima, peaks + g, opening, lane, peak, total, rounded, alpha);

@@ -65,6 +65,35 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
         words[cursor_at + uint32(PREFIX_WORD)] = prefix
 
     @lang.device
+    def measure(step_peak, scores, seen, key0, number, scale, sm_scale, logit_cap, requests, row_heads, visibility, words, w, lane, row_warp, group,
+                g):
+        """What plain steps leave out: the mask, the cap, and the rows' largest scores. Returns the factor of the scores."""
+        # Looked up here, in the few steps that want it: it would live through all the others.
+        marks = shared(uint32(0), u32)
+        prefix = marks[cursor_at + uint32(PREFIX_WORD)]
+        masked = uint32(key0 + uint32(keys)) > prefix
+        if masked:
+            r, tile, _, _, _ = pick_up(cursor_at)
+            table = int64(r) * fields
+            look(seen, key0, uint32(tile * uint32(rows) + g), uint32(uint32(requests[table + Q_LEN]) - uint32(1)), row_heads,
+                 uint64(requests[table + Q_BEGIN]), visibility, words, prefix, uint32(requests[table + KV_LEN]), lane)
+            met = any_lane(poisoned(scores, seen))
+            if lane == uint32(0):
+                marks[poison_at + w] = met
+            # The group's warps have read the step's keys, and each has said whether it met a hidden score that is not finite. They say so again
+            # after free_sync, which has all of them as well.
+            group_sync(group)
+            first = uint32(poison_at + group * uint32(row_warps))
+            found = marks[first] | marks[first + uint32(row_warps - 1)]
+            if found != uint32(0):
+                zero_poisoned(uint32(row_warp * uint32(32) + lane), number, key0, prefix)
+        factor = to_log2(scores, scale, sm_scale, logit_cap)
+        if masked:
+            factor = hide(scores, seen, factor)
+        maxima(step_peak, scores, factor)
+        return factor
+
+    @lang.device
     def outgrown(exact, weighed, peak, g):
         """1 where the weights measured from `peak` do not do: a sum is large, or another group has moved the peak. In all lanes or none."""
         floats, before, found = shared(uint32(0), f32), new_rows(), uint32(0)
@@ -191,28 +220,8 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                     alpha[i] = float32(1)
                 while not settled:
                     if not plain:
-                        # Looked up here, in the few steps that want it: it would live through all the others.
-                        prefix = marks[cursor_at + uint32(PREFIX_WORD)]
-                        masked = uint32(key0 + uint32(keys)) > prefix
-                        if masked:
-                            r, tile, _, _, _ = pick_up(cursor_at)
-                            table = int64(r) * fields
-                            look(seen, key0, uint32(tile * uint32(rows) + g), uint32(uint32(requests[table + Q_LEN]) - uint32(1)), row_heads,
-                                 uint64(requests[table + Q_BEGIN]), visibility, words, prefix, uint32(requests[table + KV_LEN]), lane)
-                            met = any_lane(poisoned(scores, seen))
-                            if lane == uint32(0):
-                                marks[poison_at + w] = met
-                            # The group's warps have read the step's keys, and each has said whether it met a hidden score that is not finite.
-                            # They say so again after free_sync, which has all of them as well.
-                            group_sync(group)
-                            first = uint32(poison_at + group * uint32(row_warps))
-                            found = marks[first] | marks[first + uint32(row_warps - 1)]
-                            if found != uint32(0):
-                                zero_poisoned(uint32(row_warp * uint32(32) + lane), number, key0, prefix)
-                        factor = to_log2(scores, scale, sm_scale, logit_cap)
-                        if masked:
-                            factor = hide(scores, seen, factor)
-                        maxima(step_peak, scores, factor)
+                        factor = measure(step_peak, scores, seen, key0, number, scale, sm_scale, logit_cap, requests, row_heads, visibility, words,
+                                         w, lane, row_warp, group, g)
                         if not tried:
                             # The step before this one has decided its peaks, in another group.
                             turn_sync(row_warp, group)
