@@ -19,7 +19,7 @@ struct WgmmaTile {
     static constexpr int Q_SLOTS = (ROWS + KEYS - 1) / KEYS;
 };
 
-// The tiles, in the order in which the default looks for one that fits. At 512/64 the first takes 211776 of the 232448 B that a block may have.
+// The tiles, in the order in which the default looks for one that fits. At 512/64 the first takes 211840 of the 232448 B that a block may have.
 // Registers: 128 of a value thread's are O, and ptxas keeps 24 below the operands of wgmma; 6 segments of Q take 96 of a score thread's.
 #ifndef NVR_WGMMA_TILES  // tests, and who looks for a faster one, compile others
 #define NVR_WGMMA_TILES WgmmaTile<48, 3, 6, 168, 160, 24, 2>
@@ -51,9 +51,9 @@ constexpr int SUM_PLACES = 2;
 constexpr uint32_t PATTERN_BYTES = 1024;
 
 // Byte offsets in dynamic shared memory. RING [SLOTS][SEGMENTS][KEYS][64] and Q [SEGMENTS - Q_SEGMENTS][64][64] are 16-bit, swizzled by 128 bytes;
-// WEIGHTS [SLOTS][64][KEYS] 16-bit, where there is room (see WEIGHTS_APART); ALPHA [SLOTS][64] and
-// TOTALS, ROUNDED and REFERENCES [SUM_PLACES][64] float32; FLAGS [SLOTS][4] and POISON [4] one uint32 a score warp; MARKS one a score warp, then
-// one a value warp; FULL, EMPTY, READY and SCORED [SLOTS] mbarriers. All are multiples of 16; RING and Q of 1024, which the swizzle counts from.
+// ALPHA [SLOTS][64] and TOTALS, ROUNDED and REFERENCES [SUM_PLACES][64] float32; FLAGS [SLOTS][4] and POISON [4] one uint32 a score warp; MARKS one
+// a score warp, then one a value warp; FULL, EMPTY, READY and SCORED [SLOTS] mbarriers; WEIGHTS [SLOTS][64][KEYS] 16-bit, where there is room (see
+// WEIGHTS_APART). All are multiples of 16; RING and Q of 1024, which the swizzle counts from.
 template <class Tile, class RowDims>
 struct Layout : Tile, RowDims {
     static_assert(Tile::KEYS == 32 || Tile::KEYS == 48 || Tile::KEYS == 64, "keys of a step");
@@ -79,18 +79,7 @@ struct Layout : Tile, RowDims {
     static constexpr uint32_t SUM_BYTES = SUM_PLACES * Tile::ROWS * 4, BARRIER_BYTES = round_up(8 * Tile::SLOTS);
     static constexpr uint32_t RING = 0;
     static constexpr uint32_t Q = RING + Tile::SLOTS * BLOCK_BYTES;
-    static constexpr uint32_t OWN_WEIGHTS = Q + (SEGMENTS - HELD) * Tile::ROWS * SEGMENT_BYTES;
-    // Of slot 0, and from slot to slot.
-    static constexpr uint32_t SLOT_WEIGHTS = Tile::ROWS * Tile::KEYS * ITEM_BYTES;
-    // What comes after the weights.
-    static constexpr uint32_t REST = Tile::SLOTS * Tile::ROWS * 4 + 3 * SUM_BYTES + (Tile::SLOTS + 1) * SCORE_WARPS * 4 +
-                                     (SCORE_WARPS + VALUE_WARPS) * MARK_BYTES + 4 * BARRIER_BYTES;
-    // Whether weights have a place of their own: where they fit into a block of a Hopper GPU, or there is no other. Else they take that of their
-    // slot's last segment, which no value is made of, and score warps have to wait for each other before they write there: it holds keys.
-    static constexpr bool WEIGHTS_APART = RowDims::width == RowDims::latent || OWN_WEIGHTS + Tile::SLOTS * SLOT_WEIGHTS + REST <= 232448;
-    static constexpr uint32_t WEIGHTS = WEIGHTS_APART ? OWN_WEIGHTS : RING + (SEGMENTS - 1) * SEGMENT_PITCH;
-    static constexpr uint32_t WEIGHTS_PITCH = WEIGHTS_APART ? SLOT_WEIGHTS : BLOCK_BYTES;
-    static constexpr uint32_t ALPHA = OWN_WEIGHTS + (WEIGHTS_APART ? Tile::SLOTS * SLOT_WEIGHTS : 0);
+    static constexpr uint32_t ALPHA = Q + (SEGMENTS - HELD) * Tile::ROWS * SEGMENT_BYTES;
     static constexpr uint32_t TOTALS = ALPHA + Tile::SLOTS * Tile::ROWS * 4;
     static constexpr uint32_t ROUNDED = TOTALS + SUM_BYTES;
     static constexpr uint32_t REFERENCES = ROUNDED + SUM_BYTES;
@@ -101,8 +90,16 @@ struct Layout : Tile, RowDims {
     static constexpr uint32_t EMPTY = FULL + BARRIER_BYTES;
     static constexpr uint32_t READY = EMPTY + BARRIER_BYTES;
     static constexpr uint32_t SCORED = READY + BARRIER_BYTES;
-    static constexpr uint32_t END = SCORED + BARRIER_BYTES;
-    static_assert(END == ALPHA + REST, "all of it");
+    // A warp writes 128 bytes of weights at once.
+    static constexpr uint32_t OWN_WEIGHTS = (SCORED + BARRIER_BYTES + SEGMENT_BYTES - 1) / SEGMENT_BYTES * SEGMENT_BYTES;
+    static constexpr uint32_t SLOT_WEIGHTS = Tile::ROWS * Tile::KEYS * ITEM_BYTES;
+    // Whether weights have a place of their own: where they fit into a block of a Hopper GPU, or there is no other. Else they take that of their
+    // slot's last segment, which no value is made of, and score warps have to wait for each other before they write there: it holds keys.
+    static constexpr bool WEIGHTS_APART = RowDims::width == RowDims::latent || OWN_WEIGHTS + Tile::SLOTS * SLOT_WEIGHTS <= 232448;
+    // Of slot 0, and from slot to slot.
+    static constexpr uint32_t WEIGHTS = WEIGHTS_APART ? OWN_WEIGHTS : RING + (SEGMENTS - 1) * SEGMENT_PITCH;
+    static constexpr uint32_t WEIGHTS_PITCH = WEIGHTS_APART ? SLOT_WEIGHTS : BLOCK_BYTES;
+    static constexpr uint32_t END = OWN_WEIGHTS + (WEIGHTS_APART ? Tile::SLOTS * SLOT_WEIGHTS : 0);
     static_assert(SEGMENT_PITCH % PATTERN_BYTES == 0 && Q % PATTERN_BYTES == 0 && SLOT_WEIGHTS <= SEGMENT_PITCH, "the swizzle counts from there");
 };
 

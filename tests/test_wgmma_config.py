@@ -1,5 +1,6 @@
 """Configurations of wgmma: which add up, where their arrays lie, what is refused and with which words. test_offline.py compiles them."""
 
+import itertools
 import re
 
 import pytest
@@ -34,15 +35,16 @@ def test_arrays_do_not_overlap(tile, latent, rope):
     row = 2 * (latent + rope)
     assert at.q - at.ring == tile.slots * tile.keys * row
     left = max(row // 128 - tile.q_segments, 0)
-    assert at.weights - at.q == left * 64 * 128
+    assert at.alpha - at.q == left * 64 * 128
     start, step = config.weights
     if config.weights_apart:
-        assert (start, step) == (at.weights, 64 * tile.keys * 2) and at.alpha - at.weights == tile.slots * step
+        assert (start, step) == (at.weights, 64 * tile.keys * 2) and at.end - start == tile.slots * step and start % 128 == 0
     else:
         assert rope and at.end + tile.slots * 64 * tile.keys * 2 > HOPPER_SHARED_BYTES, "there would be room for them"
         assert step == tile.keys * row and start + 64 * tile.keys * 2 == at.ring + step, "weights end where their slot ends"
         assert start >= at.ring + tile.keys * 2 * latent, "values come before them"
-    assert min(b - a for a, b in zip(at[-6:], at[-5:], strict=False)) >= 8 * tile.slots
+    barriers = (at.full, at.empty, at.ready, at.scored, at.weights)
+    assert min(b - a for a, b in itertools.pairwise(barriers)) >= 8 * tile.slots
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -76,7 +78,7 @@ def test_no_tile_fits_a_small_gpu():
     ((12, 0), 101_376, "kernel='wgmma' needs sm_90a (Hopper), Toy is sm_120a; kernel='mma' would run"),
     ((8, 0), 166_912, "kernel='wgmma' needs sm_90a (Hopper), Toy is sm_80; kernel='mma' would run"),
     ((7, 5), 65_536, "Toy has compute capability 7.5, the kernels need 8.0 or later; NumPy arrays run anywhere"),
-    ((9, 0), 101_376, "kernel='wgmma' needs 211,776 B of shared memory for 512/64, Toy has 101,376 B; kernel='mma' would run"),
+    ((9, 0), 101_376, "kernel='wgmma' needs 211,840 B of shared memory for 512/64, Toy has 101,376 B; kernel='mma' would run"),
 ])
 def test_gpus_without_it(capability, shared, message):
     info = driver.DeviceInfo(0, "Toy", capability, 132, shared, shared + 1024, 1 << 20)

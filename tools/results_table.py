@@ -153,7 +153,8 @@ def tiles_table(results: dict[str, Any]) -> str:
     rows = []
     for shape, name in keys:
         chosen = results["figures"].get((shape, name, MAIN))
-        rows.append([f"{extents(shape)}: {name}", f"{timed(chosen)[0]} `{chosen['tile']}`" if chosen else "-",
+        tile_taken = f" `{chosen['tile']}`" if chosen and chosen["tile"] else ""  # the twin does not say
+        rows.append([f"{extents(shape)}: {name}", timed(chosen)[0] + tile_taken if chosen else "-",
                      *(times.get((shape, name, tile), "-") for tile in tiles)])
     dates = ", ".join(sorted({results["dates"][figure["file"]] for figure in figures}))
     return (f"{results['gpu']}, {results['driver']}, numba_verify {results['version']}, {dates}, microseconds.\n\n"

@@ -14,7 +14,7 @@
     the score warpgroup is at step j + 1 and the producers fetch step j + 2. A tile's Q comes through the same ring, ahead of its keys.
 
     a slot:  full    the producers' copies have landed                                -> score warps
-             ready   P (in the slot), alpha, flag and, in the last step, the sums     -> value warps
+             ready   P, alpha, flag and, in the last step, the sums are written       -> value warps
              scored  S is there: the tensor cores are free until its softmax is made   -> value warps that hold back (`delayed`)
              empty   the value warps have multiplied (of Q: the score warps read it)  -> producers
 

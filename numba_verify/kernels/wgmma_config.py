@@ -78,7 +78,7 @@ class WgmmaTile:
         return f"w{ROWS}k{self.keys}s{self.slots}q{self.q_segments}d{self.delayed}"
 
 
-#: The tile. At 512/64 it takes 211,776 of the 232,448 B that a block may have. Registers: 128 of a value thread's are O, and ptxas keeps 24 below
+#: The tile. At 512/64 it takes 211,840 of the 232,448 B that a block may have. Registers: 128 of a value thread's are O, and ptxas keeps 24 below
 #: the operands of wgmma; 6 segments of Q take 96 of a score thread's. See docs/wgmma.md.
 WGMMA_TILES = (WgmmaTile(48, 3, 6, Registers(168, 160, 24), delayed=2),)
 
@@ -114,7 +114,7 @@ class WgmmaConfig(TensorConfig):
     def weights_apart(self) -> bool:
         """Whether weights have a place of their own. Else they take that of their slot's last segment, which no value is made of, and score warps
         have to wait for each other before they write there: it holds keys."""
-        return weights_apart(self.shape, self.tile)
+        return self.layout.weights < self.layout.end
 
     @property
     def weights(self) -> tuple[int, int]:
@@ -127,15 +127,14 @@ class WgmmaConfig(TensorConfig):
 class Layout(NamedTuple):
     """Byte offsets in dynamic shared memory.
 
-    ring [slots][segments][keys][64] and q [segments - q_segments][64][64] are 16-bit, swizzled by 128 bytes; weights [slots][64][keys] 16-bit,
-    where there is room (see `WgmmaConfig.weights_apart`); alpha [slots][64] and totals, rounded and
-    references [SUM_PLACES][64] float32; flags [slots][4] and poison [4] uint32, one a score warp; cursors [12][CURSOR_WORDS] uint32, one a
-    score warp, then one a value warp; full, empty, ready and scored [slots] mbarriers.
+    ring [slots][segments][keys][64] and q [segments - q_segments][64][64] are 16-bit, swizzled by 128 bytes; alpha [slots][64] and totals, rounded
+    and references [SUM_PLACES][64] float32; flags [slots][4] and poison [4] uint32, one a score warp; cursors [12][CURSOR_WORDS] uint32, one a
+    score warp, then one a value warp; full, empty, ready and scored [slots] mbarriers; weights [slots][64][keys] 16-bit, where there is room (see
+    `WgmmaConfig.weights_apart`).
     """
 
     ring: int
     q: int
-    weights: int
     alpha: int
     totals: int
     rounded: int
@@ -147,27 +146,22 @@ class Layout(NamedTuple):
     empty: int
     ready: int
     scored: int
+    weights: int
     end: int
 
 
-def weights_apart(shape: Shape, tile: WgmmaTile) -> bool:
-    """See `WgmmaConfig.weights_apart`: where they fit into a block, or there is no other place."""
-    return shape.rope_dim == 0 or _layout(shape, tile, True).end <= HOPPER_SHARED_BYTES
-
-
 def layout(shape: Shape, tile: WgmmaTile) -> Layout:
-    """Where everything lies. All offsets are multiples of 16; ring and q of 1024, which the swizzle counts from."""
-    return _layout(shape, tile, weights_apart(shape, tile))
-
-
-def _layout(shape: Shape, tile: WgmmaTile, apart: bool) -> Layout:
+    """Where everything lies. All offsets are multiples of 16; ring and q of 1024, which the swizzle counts from, and weights of 128, which a warp
+    writes at once."""
     segments, slots = shape.row_dim * ITEMSIZE // SEGMENT_BYTES, tile.slots
-    own_weights = slots * ROWS * tile.keys * ITEMSIZE if apart else 0
     warps = WARPGROUP // WARP
     cursors = (warps + VALUE_WARPS) * CURSOR_WORDS
-    sizes = (slots * segments * tile.keys * SEGMENT_BYTES, max(segments - tile.q_segments, 0) * ROWS * SEGMENT_BYTES, own_weights,
+    sizes = (slots * segments * tile.keys * SEGMENT_BYTES, max(segments - tile.q_segments, 0) * ROWS * SEGMENT_BYTES,
              slots * ROWS * 4, *(SUM_PLACES * ROWS * 4,) * 3, 4 * slots * warps, 4 * warps, 4 * cursors, *(8 * slots,) * 4)
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + -(-size // 16) * 16)
-    return Layout(*offsets)
+    weights = -(-offsets.pop() // SEGMENT_BYTES) * SEGMENT_BYTES
+    end = weights + slots * ROWS * tile.keys * ITEMSIZE
+    # Rows without rope dims have no other place for them.
+    return Layout(*offsets, weights, end if shape.rope_dim == 0 or end <= HOPPER_SHARED_BYTES else weights)
