@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import inspect
 import json
+import math
 import re
 import subprocess
 import sys
@@ -30,14 +31,14 @@ def text_of(page):
     return page.read_text(encoding="utf-8")
 
 
-def load_tool():
-    spec = importlib.util.spec_from_file_location("results_table", ROOT / "tools" / "results_table.py")
+def load_tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-tool = load_tool()
+tool, asv_results = load_tool("results_table"), load_tool("results")
 
 
 # --- examples -----------------------------------------------------------------------------------------------------------------
@@ -356,12 +357,14 @@ def test_tilings():
 
 
 def test_host_times_of_the_readme():
-    """The README's sentence on host time gives the least and the greatest of the committed figures."""
-    figures = json.loads((ROOT / "docs" / "results" / "host_time_h200.json").read_text())["figures"]
+    """The README's sentence on host time gives the least and the greatest of the committed figures of the record that it names."""
+    record = ROOT / re.search(r"asv's record of \w+\]\((\S+)\)", text_of(README)).group(1)
+    figures = asv_results.figures(asv_results.load(record))
     for implementation in ("numba_verify", "cuda_ref"):
         spans = []
         for call in ("run", "update"):
-            us = [f["us"] for f in figures if f["implementation"] == implementation and f["call"] == call]
+            us = [value for (name, params), value in figures.items() if name == "host.Host.track_host_us" and value is not None
+                  and not math.isnan(value) and (params[0], params[-1]) == (implementation, call)]
             spans.append(f"`{call}` {min(us):.1f} to {max(us):.1f} us")
         assert f"{' and '.join(spans)} for {implementation}" in " ".join(text_of(README).split())
 
