@@ -54,6 +54,12 @@ __global__ void __launch_bounds__(mma::THREADS, 1) mma_kernel(VerifyParams param
         if (t == 0) {
             for (int b = 0; b < C::FULL_BARRIERS; ++b) ptx::mbarrier_init(mma::full_at<C>(base, b), mma::PRODUCER_THREADS);
             for (int b = 0; b < C::BLOCKS; ++b) ptx::mbarrier_init(mma::empty_at<C>(base, b), mma::VALUE_WARPS);
+            if constexpr (C::HOLDS_BACK) {
+                for (int b = 0; b < C::GROUPS; ++b) ptx::mbarrier_init(mma::Signals<C>::ready_at(base, b), C::ROW_WARPS * WARP);
+                for (int b = 0; b < C::SCORED_STEPS * C::ROW_WARPS; ++b) {
+                    ptx::mbarrier_init(mma::scored_at<C>(base, b / C::ROW_WARPS, b % C::ROW_WARPS), 1);
+                }
+            }
         }
         __syncthreads();  // hazard: all roles use the mbarriers that thread 0 makes
         if (t < mma::SCORE_THREADS) {

@@ -7,16 +7,18 @@
 namespace nvr {
 
 // ROWS query rows (draft token x head) meet KEYS keys a step; BLOCKS blocks of 16 keys in the ring. ROW_WARPS score warps side by side over
-// the rows make a group; the groups take steps in turn, so that one multiplies while another is at its softmax.
-template <int ROWS_, int KEYS_, int BLOCKS_, int ROW_WARPS_>
+// the rows make a group; the groups take steps in turn, so that one multiplies while another is at its softmax. HOLDS_BACK: a value warp may wait
+// with a step until the score warp that it shares tensor cores with is at its softmax.
+template <int ROWS_, int KEYS_, int BLOCKS_, int ROW_WARPS_, bool HOLDS_BACK_ = false>
 struct MmaTile {
     static constexpr int ROWS = ROWS_, KEYS = KEYS_, BLOCKS = BLOCKS_, ROW_WARPS = ROW_WARPS_;
+    static constexpr bool HOLDS_BACK = HOLDS_BACK_;
     // The output of 64 rows takes 128 registers of each thread of the value warps: the other roles hand over theirs (setmaxnreg).
     static constexpr bool HANDS_OVER = ROWS == 64;
 };
 
 // In the order of nvr_mma_tile.
-using MmaM64 = MmaTile<64, 32, 8, 2>;
+using MmaM64 = MmaTile<64, 32, 8, 2, true>;
 using MmaM32 = MmaTile<32, 32, 9, 1>;
 using MmaM32Medium = MmaTile<32, 32, 6, 1>;
 using MmaM32Small = MmaTile<32, 16, 3, 2>;
@@ -37,7 +39,7 @@ constexpr int SCORE_THREADS = SCORE_WARPS * WARP, VALUE_THREADS = VALUE_WARPS * 
 constexpr int THREADS = SCORE_THREADS + VALUE_THREADS + PRODUCER_THREADS;
 
 // Registers a thread by role, where they are handed over; with 512 threads their mean is 128.
-constexpr int SCORE_REGISTERS = 144, VALUE_REGISTERS = 168, PRODUCER_REGISTERS = 32;
+constexpr int SCORE_REGISTERS = 160, VALUE_REGISTERS = 160, PRODUCER_REGISTERS = 32;
 static_assert(SCORE_THREADS * SCORE_REGISTERS + VALUE_THREADS * VALUE_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS <= 65536,
               "an SM has 65536 registers");
 
@@ -53,8 +55,8 @@ constexpr uint32_t THREADS_PER_ROW = SEGMENT_BYTES / CHUNK_BYTES;
 
 // Byte offsets in dynamic shared memory. Q [ROWS][row], RING [BLOCKS][16][row] and WEIGHTS [GROUPS][ROWS][KEYS] are 16-bit and swizzled;
 // PEAKS [ROWS], ALPHA, TOTALS, ROUNDED and REFERENCES [GROUPS][ROWS] are float32; FLAGS and POISON are one uint32 a score warp; of
-// the MARKS one is the score warps', two the value warps'; FULL [FULL_BARRIERS] and EMPTY [BLOCKS] are mbarriers. All are multiples of 16; Q and
-// RING of 128, which the swizzle counts from.
+// the MARKS one is the score warps', one each value warp's; FULL [FULL_BARRIERS], EMPTY [BLOCKS] and, where the tile holds back, READY [GROUPS] and
+// SCORED [SCORED_STEPS][ROW_WARPS] are mbarriers. All are multiples of 16; Q and RING of 128, which the swizzle counts from.
 template <class Tile, class RowDims>
 struct Layout : Tile, RowDims {
     static constexpr int BLOCK_KEYS = mma::BLOCK_KEYS;
@@ -70,6 +72,11 @@ struct Layout : Tile, RowDims {
     // or longer, would have the parity that the group waits for.
     static constexpr int FULL_BARRIERS = Tile::BLOCKS > GROUPS * KEY_BLOCKS ? Tile::BLOCKS : GROUPS * KEY_BLOCKS;
 
+    // Steps whose barriers `scored` are apart: a value warp that waits for a step keeps the one before, or that step itself, in the ring, so that
+    // its barrier cannot be used once more meanwhile.
+    static constexpr int SCORED_STEPS = Tile::HOLDS_BACK ? Tile::BLOCKS / KEY_BLOCKS : 0;
+    static_assert(!Tile::HOLDS_BACK || SCORED_STEPS >= 2, "a step that is held back and the next, which it waits for");
+
     static constexpr uint32_t mbarrier_bytes(int count) { return (8 * count + 15) / 16 * 16; }
     static constexpr uint32_t Q = 0;
     static constexpr uint32_t RING = Q + Tile::ROWS * ROW_BYTES;
@@ -82,9 +89,11 @@ struct Layout : Tile, RowDims {
     static constexpr uint32_t FLAGS = REFERENCES + GROUP_FLOATS;
     static constexpr uint32_t POISON = FLAGS + WARP_WORDS;
     static constexpr uint32_t MARKS = POISON + WARP_WORDS;
-    static constexpr uint32_t FULL = MARKS + 3 * MARK_BYTES;
+    static constexpr uint32_t FULL = MARKS + (1 + VALUE_WARPS) * MARK_BYTES;
     static constexpr uint32_t EMPTY = FULL + mbarrier_bytes(FULL_BARRIERS);
-    static constexpr uint32_t END = EMPTY + mbarrier_bytes(Tile::BLOCKS);
+    static constexpr uint32_t READY = EMPTY + mbarrier_bytes(Tile::BLOCKS);
+    static constexpr uint32_t SCORED = READY + mbarrier_bytes(Tile::HOLDS_BACK ? GROUPS : 0);
+    static constexpr uint32_t END = SCORED + mbarrier_bytes(SCORED_STEPS * Tile::ROW_WARPS);
 };
 
 // All that the roles are compiled for.

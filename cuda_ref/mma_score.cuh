@@ -33,19 +33,27 @@ __device__ __forceinline__ ScoreMark* score_mark() {
     return reinterpret_cast<ScoreMark*>(shared_array<unsigned char>(C::MARKS));
 }
 
-// Whether the weights measured from `peak` do not do: a sum is large, or another group has moved the peak. In all lanes or none.
+// Whether the sum of this lane's weights of a row is too large.
+template <class S>
+__device__ __forceinline__ bool is_large(const RowFloats<S>& exact, const RowFloats<S>& weighed) {
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < S::LANE_ROWS; ++i) {
+        // Both sums: what only a settled step asks for would be added up there, and not between the exponentials.
+        found |= fmaxf(exact[i], weighed[i]) > GROWN_SUM;
+    }
+    return found;
+}
+
+// Whether weights measured from `peak` do not do: a sum is large (`found`), or another group has moved the peak. In all lanes or none.
 // peaks: of the tile, from the lane's first row on.
 template <class S>
-__device__ __forceinline__ bool is_outgrown(const RowFloats<S>& exact, const RowFloats<S>& weighed, const RowFloats<S>& peak, const float* peaks) {
-    bool found = false;
+__device__ __forceinline__ bool is_outgrown(bool found, const RowFloats<S>& peak, const float* peaks) {
     RowFloats<S> before;
 #pragma unroll
     for (int i = 0; i < S::LANE_ROWS; ++i) before[i] = peaks[8 * i];
 #pragma unroll
-    for (int i = 0; i < S::LANE_ROWS; ++i) {
-        // Both sums: what only a settled step asks for would be added up there, and not between the exponentials.
-        found |= fmaxf(exact[i], weighed[i]) > GROWN_SUM || before[i] != peak[i] || peak[i] == -INFINITY;
-    }
+    for (int i = 0; i < S::LANE_ROWS; ++i) found |= before[i] != peak[i] || peak[i] == -INFINITY;
     return __ballot_sync(ALL_LANES, found) != 0;
 }
 
@@ -83,10 +91,20 @@ __device__ __forceinline__ uint32_t move_peaks(const RowFloats<S>& maxima, float
     return __ballot_sync(ALL_LANES, grew);
 }
 
-// Weights, factors and flag of this warp to shared memory. g: the lane's first row in the tile; grew: nonzero in all lanes or in none.
+// What the output is multiplied by before this step, and whether at all, to shared memory. g: the lane's first row in the tile; grew: nonzero in all
+// lanes or in none.
 template <class S>
-__device__ __forceinline__ void hand_over_weights(const Weights<S>& weights, const RowFloats<S>& alpha, uint32_t grew, uint32_t group, uint32_t w,
-                                                  uint32_t g, uint32_t lane) {
+__device__ __forceinline__ void hand_over_factors(const RowFloats<S>& alpha, uint32_t grew, uint32_t group, uint32_t w, uint32_t g, uint32_t lane) {
+    if (lane % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < S::LANE_ROWS; ++i) shared_array<float>(S::ALPHA)[group * S::ROWS + g + 8 * i] = alpha[i];
+    }
+    if (lane == 0) shared_array<uint32_t>(S::FLAGS)[w] = grew;
+}
+
+// Weights of this warp to shared memory.
+template <class S>
+__device__ __forceinline__ void hand_over_weights(const Weights<S>& weights, uint32_t group, uint32_t g, uint32_t lane) {
 #pragma unroll
     for (int n = 0; n < S::KEY_TILES; ++n) {
         // Eight rows on, the swizzle is the same: one address and constants.
@@ -94,11 +112,6 @@ __device__ __forceinline__ void hand_over_weights(const Weights<S>& weights, con
 #pragma unroll
         for (int i = 0; i < S::LANE_ROWS; ++i) words[i * 8 * S::KEYS / 2] = weights[i / 2][n][i % 2];
     }
-    if (lane % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < S::LANE_ROWS; ++i) shared_array<float>(S::ALPHA)[group * S::ROWS + g + 8 * i] = alpha[i];
-    }
-    if (lane == 0) shared_array<uint32_t>(S::FLAGS)[w] = grew;
 }
 
 // Where a hidden score is not finite, the group zeroes the values behind it.
@@ -186,46 +199,54 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
             }
             Scores<S> scores;
             multiply_keys<S>(q_at, k_at, scores);
-            RowFloats<S> alpha, exact, weighed;
-#pragma unroll
-            for (int i = 0; i < S::LANE_ROWS; ++i) alpha[i] = 1.0f;
+            if constexpr (S::HOLDS_BACK) {
+                // This warp leaves the tensor cores to the value warps of its quarter of the SM. No data goes with it.
+                if (lane == 0) ptx::mbarrier_arrive(scored_at<S>(base, number / S::KEY_BLOCKS, row_warp));
+            }
+            RowFloats<S> exact, weighed;
             Weights<S> weights;
-            uint32_t grew = 0;
             float factor = params.tensors.sm_scale * LOG2E;
             bool plain = key0 + S::KEYS <= plain_end, settled = false;
             const bool tried = plain;
 #pragma unroll 1
             while (!settled) {
                 if (!plain) {
-                    RowFloats<S> maxima;
+                    RowFloats<S> maxima, alpha;
                     factor = measure<S>(params, w, lane, number, key0, scores, maxima);
                     // The step before this one has decided its peaks, in another group.
                     if (!tried) Signal::turn_sync(row_warp, group);
-                    grew = move_peaks<S>(maxima, peaks + g, opening, lane, peak, total, rounded, alpha);
+                    const uint32_t grew = move_peaks<S>(maxima, peaks + g, opening, lane, peak, total, rounded, alpha);
                     settled = true;
                     // The peaks are decided and written: the group of the next step may go on from them.
                     if (!last || ahead > 1) Signal::turn_arrive(row_warp, group);
+                    // The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
+                    Signal::free_sync(group);
+                    hand_over_factors<S>(alpha, grew, group, w, g, lane);
                 }
 #pragma unroll
                 for (int i = 0; i < S::LANE_ROWS; ++i) exact[i] = weighed[i] = 0.0f;
                 weigh<S>(scores, factor, peak, weights, exact, weighed);
+                const bool found = is_large<S>(exact, weighed);
                 if (plain) {
                     // The step before this one has decided its peaks, in another group.
                     Signal::turn_sync(row_warp, group);
-                    plain = settled = !is_outgrown<S>(exact, weighed, peak, peaks + g);
-                    // The peaks stay: the group of the next step may go on from them.
-                    if (settled && (!last || ahead > 1)) Signal::turn_arrive(row_warp, group);
+                    plain = settled = !is_outgrown<S>(found, peak, peaks + g);
+                    if (settled) {
+                        // The peaks stay: the group of the next step may go on from them.
+                        if (!last || ahead > 1) Signal::turn_arrive(row_warp, group);
+                        // As above.
+                        Signal::free_sync(group);
+                        if (lane == 0) shared_array<uint32_t>(S::FLAGS)[w] = 0;
+                    }
                 }
             }
+            hand_over_weights<S>(weights, group, g, lane);
             opening = false;
             plain_end = score_mark<S>()->plain_end;
             add_rows<S>(exact, weighed, total, rounded);
-            // The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
-            Signal::free_sync(group);
-            hand_over_weights<S>(weights, alpha, grew, group, w, g, lane);
             if (ahead <= S::GROUPS) hand_over_sums<S>(total, rounded, peak, group * S::ROWS + g, lane);
             // Weights, factors and, at the end of a piece, sums are written: the value warps may read them.
-            Signal::ready_arrive(group);
+            Signal::ready_arrive(base, group);
             ahead = ahead > S::GROUPS ? ahead - S::GROUPS : 0;
             key0 += S::GROUPS * S::KEYS;
             number += S::GROUPS * S::KEY_BLOCKS;

@@ -70,6 +70,22 @@ __device__ __forceinline__ void add_step(uint32_t base, uint32_t number, uint32_
     }
 }
 
+// Value warp `w` may wait with the step (of the CTA, at hand; `end`: of the piece).
+//
+// The score warp of the same quarter of the SM has the tensor cores first: it is what all wait for. What it is at when a step is ready: of its own
+// group's steps, the next product, which may last as long as the ring; of another group's, often a product about to end, after which it is at
+// its softmax and leaves the tensor cores alone.
+template <class V>
+__device__ __forceinline__ void hold_back(uint32_t base, uint32_t w, uint32_t step, uint32_t end) {
+    // The warp numbers of both roles begin at a multiple of 4, so the score warp of this quarter has the number w % 4.
+    const uint32_t row_warp = w % V::ROW_WARPS, group = w / V::ROW_WARPS % V::GROUPS;
+    const uint32_t scored = step % V::GROUPS == group ? step : step + 1;
+    // Of its own group's steps too, which are scored since long: no phase of an mbarrier passes without a wait.
+    if (scored % V::GROUPS == group && scored != end) {
+        ptx::mbarrier_wait(scored_at<V>(base, scored, row_warp), phase_of<V::SCORED_STEPS>(scored));
+    }
+}
+
 // One value thread from start to end. t: thread of the role.
 template <class C>
 __device__ __forceinline__ void value(const VerifyParams& params, uint32_t base, uint32_t t) {
@@ -80,28 +96,31 @@ __device__ __forceinline__ void value(const VerifyParams& params, uint32_t base,
     const uint32_t values_at = base + V::RING + row_offset<V>(lane % 16, w * (V::COLUMNS / 8) + lane / 16);
     const uint32_t weights_at = base + V::WEIGHTS + weight_offset<V>(lane % 16, lane / 16);
     const uint32_t* flags = shared_array<uint32_t>(V::FLAGS);
-    uint32_t number = 0, piece = 0;  // number: of the next block
+    uint32_t number = 0;  // of the next block
     Walk walk = begin_walk(plan);
     // Nothing has been written yet: the groups that have a step may begin.
     for (uint32_t k = 0; k < V::GROUPS && k < walk.left; ++k) Signal::free_arrive(k);
     while (walk.left != 0) {
         find_tile<V>(plan, &walk);
         const uint32_t end = number + piece_length<V>(plan, walk) * V::KEY_BLOCKS;
-        // Picked up after the last step, long after the barrier of the first. And so is the partial slot, should one be needed.
-        if (t == 0) *value_mark<V>(piece) = {walk, number, slot_of_walk<V>(plan, walk)};
+        Mark* at = value_mark<V>(w);
+        __syncwarp();  // all lanes have picked up the mark of the piece before
+        // Picked up after the last step: the lanes have met since, handing back blocks. And so is the partial slot, should one be needed.
+        if (lane == 0) *at = {walk, number, slot_of_walk<V>(plan, walk)};
         Output<V> output = {};
 #pragma unroll 1
         while (number != end) {
             const uint32_t turn = number / V::KEY_BLOCKS % V::GROUPS;
             // The weights of this step, and with them the keys they belong to, are there.
-            Signal::ready_sync(turn);
+            Signal::ready_sync(base, number / V::KEY_BLOCKS);
+            if constexpr (V::HOLDS_BACK) hold_back<V>(base, w, number / V::KEY_BLOCKS, end / V::KEY_BLOCKS);
             if ((flags[turn * V::ROW_WARPS] | flags[turn * V::ROW_WARPS + V::ROW_WARPS - 1]) != 0) rescale<V>(output, turn * V::ROWS + g);
             add_step<V>(base, number, values_at, weights_at + turn * V::GROUP_WEIGHT_BYTES, lane, output);
             number += V::KEY_BLOCKS;
             // This thread has read weights and factors, and the group has another step in this piece: it may write its next.
             if (end - number >= V::GROUPS * V::KEY_BLOCKS) Signal::free_arrive(turn);
         }
-        const Mark mark = *value_mark<V>(piece++);
+        const Mark mark = *value_mark<V>(w);
         walk = mark.walk;
         const PieceAtHand at_hand = {mark.number / V::KEY_BLOCKS % V::GROUPS, (end - mark.number) / V::KEY_BLOCKS, 0, walk.tile * V::ROWS};
         PieceSums<V> sums;

@@ -118,6 +118,12 @@ __device__ __forceinline__ uint32_t empty_at(uint32_t base, uint32_t number) {
     return base + C::EMPTY + 8 * place_of<C::BLOCKS>(number);
 }
 
+// The mbarrier of a step of this CTA and a row warp.
+template <class C>
+__device__ __forceinline__ uint32_t scored_at(uint32_t base, uint32_t step, uint32_t row_warp) {
+    return base + C::SCORED + 8 * (place_of<C::SCORED_STEPS>(step) * C::ROW_WARPS + row_warp);
+}
+
 // The named barriers (0 is __syncthreads): 1 score, 2.. group, 4.. turn, 8.. ready, 12.. free; 15 at most, as many as there are. w: a row
 // warp of a group of score warps.
 template <class C>
@@ -145,9 +151,24 @@ struct Signals {
         Turn::arrive(4 + w * C::GROUPS + (group + 1 == C::GROUPS ? 0 : group + 1));
     }
 
-    // Weights, factors and, at the end of a piece, sums are written.
-    static __device__ __forceinline__ void ready_sync(uint32_t group) { Both::sync(8 + group); }
-    static __device__ __forceinline__ void ready_arrive(uint32_t group) { Both::arrive(8 + group); }
+    // Weights, factors and, at the end of a piece, sums of a step (of the CTA, the group's) are written. Where the tile holds back, an mbarrier: at a
+    // named one the value warps would wait for each other, and one that holds back would hold back all.
+    static __device__ __forceinline__ uint32_t ready_at(uint32_t base, uint32_t group) { return base + C::READY + 8 * group; }
+    static __device__ __forceinline__ void ready_sync(uint32_t base, uint32_t step) {
+        const uint32_t group = step % C::GROUPS;
+        if constexpr (C::HOLDS_BACK) {
+            ptx::mbarrier_wait(ready_at(base, group), phase_of<C::GROUPS>(step));
+        } else {
+            Both::sync(8 + group);
+        }
+    }
+    static __device__ __forceinline__ void ready_arrive(uint32_t base, uint32_t group) {
+        if constexpr (C::HOLDS_BACK) {
+            ptx::mbarrier_arrive(ready_at(base, group));
+        } else {
+            Both::arrive(8 + group);
+        }
+    }
 
     // The value warps have read them.
     static __device__ __forceinline__ void free_sync(uint32_t group) { Both::sync(12 + group); }
@@ -169,11 +190,11 @@ struct Mark {
 };
 static_assert(sizeof(Mark) <= MARK_BYTES, "has room");
 
-// The value warps have no barrier before they put it down, where a slow thread may still read what the piece before left: they take two
-// places in turn.
+// Value warps do not wait for each other: each has a place of its own. With a constant lane the compiler knows that all lanes have the same address:
+// what is read there lies in uniform registers, which take none from the output.
 template <class C>
-__device__ __forceinline__ Mark* value_mark(uint32_t piece) {
-    return reinterpret_cast<Mark*>(shared_array<unsigned char>(C::MARKS + (1 + piece % 2) * MARK_BYTES));
+__device__ __forceinline__ Mark* value_mark(uint32_t w) {
+    return reinterpret_cast<Mark*>(shared_array<unsigned char>(C::MARKS + (1 + __shfl_sync(ALL_LANES, w, 0)) * MARK_BYTES));
 }
 
 }  // namespace mma

@@ -209,10 +209,8 @@ __device__ __forceinline__ bool plain_steps(uint32_t end, uint32_t base, uint32_
         if (__ballot_sync(ALL_LANES, outgrown) != 0) return true;
         add_rows<S>(exact, weighed, total, rounded);
         hand_over_flag<S>(0, now, w, lane);
-        // All lanes have written their weights, and lane 0 that no output has to be rescaled.
-        __syncwarp();
-        // The value warps may read them, when those of all warps are there.
-        if (lane == 0) ptx::mbarrier_arrive(barrier_at<S::READY>(base, now));
+        // The value warps may read this lane's weights and lane 0's flag, when all lanes have arrived.
+        ptx::mbarrier_arrive(barrier_at<S::READY>(base, now));
         number = following;
     }
     return false;
@@ -291,9 +289,8 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
             more = ++number != mark.end;
             plain_end = mark.plain_end;
             if (!more) hand_over_sums<S>(total, rounded, peak, mark.piece % SUM_PLACES * S::ROWS + w * S::WARP_ROWS + lane / 4, lane);
-            // All lanes have written their weights, factors and, at the end of a piece, sums.
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(barrier_at<S::READY>(base, place));
+            // This lane has written its weights, factors and, at the end of a piece, sums.
+            ptx::mbarrier_arrive(barrier_at<S::READY>(base, place));
         }
         const ScoreMark mark = *score_mark_of<S>(opaque(t) / WARP);
         walk = mark.walk;

@@ -150,8 +150,9 @@ def check_instructions(variant, opcodes):
 
 def check_fragments(variant, instructions):
     """Fragments are fetched ahead: where ptxas had no registers for that, it filled the same ones again and again, each time just before the mma
-    that reads them (docs/facts.md, 484 us instead of 404). Neither the count of registers nor spills show it."""
-    for kind, fewest in (("M88", 15), ("MT88", 4)):
+    that reads them (docs/facts.md, 484 us instead of 404). Neither the count of registers nor spills show it. Of values (MT88) the value warps
+    have as many as fit; those that hold back should be slow at taking the tensor cores from the score warps."""
+    for kind, fewest in (("M88", 15), ("MT88", 1 if "_m64" in variant else 4)):
         targets = {match.group(1) for match in (re.match(rf"LDSM\.16\.{kind}\.4 (R\d+),", one) for one in instructions) if match}
         assert len(targets) >= fewest, f"{variant}: {len(targets)} sets of registers for fragments ({kind}), expected {fewest}"
 
@@ -278,9 +279,10 @@ def test_the_tiles_of_mma():
     row = 2 * 576
     for tile, limit in zip(MMA_TILES, ("sm_90a", "sm_90a", "sm_80", "sm_120", "sm_90a", "sm_80", "sm_120"), strict=True):
         weights = 2 * tile.groups * tile.rows * tile.keys
-        floats, marks, barriers = 4 * tile.rows * (1 + 4 * tile.groups), 2 * 16, 8 * (tile.full_barriers + tile.blocks)
+        floats, marks, barriers = 4 * tile.rows * (1 + 4 * tile.groups), 2 * 16 + 9 * 32, 8 * (tile.full_barriers + tile.blocks)
+        barriers += 8 * (tile.groups + tile.scored_steps * tile.row_warps) if tile.holds_back else 0
         counted = (tile.rows + 16 * tile.blocks) * row + weights + floats + marks + barriers
-        assert 0 <= tile.shared_bytes(TUNED) - counted <= 256, "cursors and padding"
+        assert 0 <= tile.shared_bytes(TUNED) - counted <= 64, "padding"
         assert tile.shared_bytes(TUNED) <= resources.SHARED_BYTES[limit]
     assert len(set(map(str, MMA_TILES))) == len(MMA_TILES)
 
@@ -290,7 +292,8 @@ def test_the_tiles_of_mma():
 def test_arrays_of_mma_do_not_overlap(tile, layout_of_rows):
     shape = Shape(*layout_of_rows, "bfloat16")
     at = layout(shape, tile)
-    assert list(at) == sorted(set(at)) and all(offset % 16 == 0 for offset in at)
+    used = at if tile.holds_back else (*at[:-3], at.end)  # without the barriers that only such a tile has
+    assert list(used) == sorted(set(used)) and all(offset % 16 == 0 for offset in at)
     assert at.q % 128 == at.ring % 128 == 0, "the swizzle counts from there"
     assert at.weights - at.ring == 2 * shape.row_dim * 16 * tile.blocks and at.ring - at.q == 2 * shape.row_dim * tile.rows
     assert at.empty - at.full >= 8 * tile.full_barriers and tile.full_barriers >= tile.groups * tile.key_blocks
@@ -310,7 +313,8 @@ def test_rows_and_device_choose_the_tile_of_mma(rows, h200, a100, sm120):
     ((32, 64, 8, 2), "keys: expected 16 or 32, got 64"),
     ((64, 32, 8, 1, REGISTERS), "row_warps: expected 1 or 2, for 16 or 32 rows a warp, got 1 for 64 rows"),
     ((16, 32, 8, 2), "row_warps: expected 1 or 2, for 16 or 32 rows a warp, got 2 for 16 rows"),
-    ((32, 32, 1, 1), "blocks: expected at least 2 (one step of 32 keys), got 1"),
+    ((32, 32, 1, 1), "blocks: expected at least 2 (for steps of 32 keys), got 1"),
+    ((64, 32, 3, 2, REGISTERS, True), "blocks: expected at least 4 (for steps of 32 keys), got 3"),
     ((64, 32, 8, 2), "rows=64: the output takes 128 registers a thread of the value warps, so registers must be handed over"),
 ])  # fmt: skip
 def test_a_tile_of_mma_that_does_not_add_up_refuses_itself(arguments, message):

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .config import WARP
 from .mma_config import PRODUCER_THREADS, SCORE_THREADS, VALUE_THREADS, VALUE_WARPS, MmaConfig, layout
 from .mma_producer import producer_role
 from .mma_score import score_role
@@ -61,8 +62,11 @@ def build(lang: Any, config: MmaConfig) -> Callable:
     score, value, produce = score_role(lang, config, common), value_role(lang, config, common), producer_role(lang, config, common)
     score_registers, value_registers, producer_registers = _hand_over(lang, config)
     at, blocks, full_barriers = layout(config.shape, config.tile), config.tile.blocks, config.tile.full_barriers
+    scored_barriers, ready_barriers = config.tile.scored_steps * config.tile.row_warps, config.tile.groups if config.tile.holds_back else 0
+    group_threads = uint32(config.tile.row_warps * WARP)
     first_value, first_producer = uint32(SCORE_THREADS), uint32(SCORE_THREADS + VALUE_THREADS)
-    full, empty, producers, values = uint32(at.full), uint32(at.empty), uint32(PRODUCER_THREADS), uint32(VALUE_WARPS)
+    full, empty, ready, scored, producers, values = (uint32(at.full), uint32(at.empty), uint32(at.ready), uint32(at.scored),
+                                                     uint32(PRODUCER_THREADS), uint32(VALUE_WARPS))
 
     def mma(q_address, kv_address, draft_address, out_address, lse_address,
             requests_address, ctas_address, slots_address, visibility_address, partial_address, statistics_address,
@@ -76,6 +80,10 @@ def build(lang: Any, config: MmaConfig) -> Callable:
                 init(uint32(base + full + uint32(8 * b)), producers)
             for b in range(blocks):
                 init(uint32(base + empty + uint32(8 * b)), values)
+            for b in range(ready_barriers):
+                init(uint32(base + ready + uint32(8 * b)), group_threads)
+            for b in range(scored_barriers):
+                init(uint32(base + scored + uint32(8 * b)), uint32(1))
         # The mbarriers exist before anybody uses them.
         bar_sync()
         if t < first_value:

@@ -59,7 +59,8 @@ class MmaTile:
     """`rows` query rows (draft token x head) meet `keys` keys a step; `blocks` blocks of 16 keys in the ring.
 
     `row_warps` score warps side by side over the rows make a group; the groups take steps in turn, so that one multiplies while another is
-    at its softmax. `registers`: handed over between roles, for GPUs with setmaxnreg; None where every thread has the same.
+    at its softmax. `registers`: handed over between roles, for GPUs with setmaxnreg; None where every thread has the same. `holds_back`: a value warp
+    may wait with a step until the score warp that it shares tensor cores with is at its softmax.
     """
 
     rows: int
@@ -67,6 +68,7 @@ class MmaTile:
     blocks: int
     row_warps: int
     registers: Registers | None = None
+    holds_back: bool = False
 
     def __post_init__(self) -> None:
         if self.rows not in (16, 32, 64):
@@ -75,8 +77,9 @@ class MmaTile:
             raise ValueError(f"keys: expected 16 or 32, got {self.keys}")
         if self.row_warps not in (1, 2) or self.warp_rows not in (16, 32):
             raise ValueError(f"row_warps: expected 1 or 2, for 16 or 32 rows a warp, got {self.row_warps} for {self.rows} rows")
-        if self.blocks < self.key_blocks:
-            raise ValueError(f"blocks: expected at least {self.key_blocks} (one step of {self.keys} keys), got {self.blocks}")
+        least = self.key_blocks * (2 if self.holds_back else 1)  # a step that is held back and the next, which it waits for
+        if self.blocks < least:
+            raise ValueError(f"blocks: expected at least {least} (for steps of {self.keys} keys), got {self.blocks}")
         if self.rows == 64 and self.registers is None:
             raise ValueError("rows=64: the output takes 128 registers a thread of the value warps, so registers must be handed over")
 
@@ -107,6 +110,12 @@ class MmaTile:
         """
         return max(self.blocks, self.groups * self.key_blocks)
 
+    @property
+    def scored_steps(self) -> int:
+        """Steps whose barriers `scored` are apart: a value warp that waits for a step keeps the one before, or that step itself, in the ring,
+        so that its barrier cannot be used once more meanwhile."""
+        return self.blocks // self.key_blocks if self.holds_back else 0
+
     def shared_bytes(self, shape: Shape) -> int:
         return layout(shape, self).end
 
@@ -116,7 +125,7 @@ class MmaTile:
 
 #: The tiles, the largest of each number of rows first. At 512/64 they take 231,936 B (H200), 213,408 and 226,688 B (H200), 158,064 and
 #: 152,896 B (A100: 166,912 B) and 95,552 and 95,488 B (sm_120, sm_89, sm_86: 101,376 B).
-MMA_TILES = (MmaTile(64, 32, 8, 2, Registers(144, 168, 32)),
+MMA_TILES = (MmaTile(64, 32, 8, 2, Registers(160, 160, 32), True),
              MmaTile(32, 32, 9, 1), MmaTile(32, 32, 6, 1), MmaTile(32, 16, 3, 2),
              MmaTile(16, 32, 11, 1), MmaTile(16, 32, 7, 1), MmaTile(16, 16, 4, 1))
 
@@ -182,8 +191,9 @@ class Layout(NamedTuple):
     """Byte offsets in dynamic shared memory.
 
     q [rows][row_dim], ring [blocks][16][row_dim] and weights [groups][rows][keys] are 16-bit and swizzled; peaks [rows], alpha, totals,
-    rounded and references [groups][rows] are float32; flags and poison are one uint32 a score warp; cursors [3][CURSOR_WORDS] are uint32: one
-    of the score warps, two of the value warps; full [full_barriers] and empty [blocks] are mbarriers.
+    rounded and references [groups][rows] are float32; flags and poison are one uint32 a score warp; cursors [1 + VALUE_WARPS][CURSOR_WORDS] are
+    uint32: one of the score warps, one of each value warp; full [full_barriers], empty [blocks] and, where the tile holds back, ready [groups] and
+    scored [scored_steps][row_warps] are mbarriers.
     """
 
     q: int
@@ -199,6 +209,8 @@ class Layout(NamedTuple):
     cursors: int
     full: int
     empty: int
+    ready: int
+    scored: int
     end: int
 
 
@@ -207,7 +219,8 @@ def layout(shape: Shape, tile: MmaTile) -> Layout:
     row_bytes, rows = shape.row_dim * ITEMSIZE, tile.groups * tile.rows
     sizes = (tile.rows * row_bytes, tile.blocks * BLOCK_KEYS * row_bytes, rows * tile.keys * ITEMSIZE, tile.rows * 4,
              rows * 4, rows * 4, rows * 4, rows * 4,
-             4 * SCORE_WARPS, 4 * SCORE_WARPS, 4 * 3 * CURSOR_WORDS, 8 * tile.full_barriers, 8 * tile.blocks)
+             4 * SCORE_WARPS, 4 * SCORE_WARPS, 4 * (1 + VALUE_WARPS) * CURSOR_WORDS, 8 * tile.full_barriers, 8 * tile.blocks,
+             8 * tile.groups * tile.holds_back, 8 * tile.scored_steps * tile.row_warps)
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + -(-size // 16) * 16)

@@ -29,6 +29,19 @@ from .work import CTA_COUNT, CTA_FIELDS, CTA_REQUEST, CTA_TILE, CTA_UNIT, KV_LEN
 PLAIN_WORD, PREFIX_WORD = 6, 7
 
 
+def _telling(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
+    """tell_scored(base, step, row_warp, lane): this warp leaves the tensor cores to value warps that hold back (see mma_value)."""
+    uint32, tell, scored_at, place_of = lang.uint32, lang.mbarrier_arrive, config.layout.scored, parts.scored.place
+    holds_back, row_warps = config.tile.holds_back, config.tile.row_warps
+
+    @lang.device
+    def tell_scored(base, step, row_warp, lane):
+        if holds_back and lane == uint32(0):
+            tell(uint32(base + uint32(scored_at) + ((place_of(step) * uint32(row_warps) + row_warp) << uint32(3))))
+
+    return tell_scored
+
+
 def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     """Device function that one score thread runs from start to end."""
     uint32, uint64, int64, float32, unroll = lang.uint32, lang.uint64, lang.int64, lang.float32, lang.unroll
@@ -45,13 +58,14 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     new_scores, products = products_of(lang, config)
     score_sync, group_sync, turn_sync, turn_arrive = signal.score_sync, signal.group_sync, signal.turn_sync, signal.turn_arrive
     ready_arrive, free_sync, bar_warp_sync = signal.ready_arrive, signal.free_sync, lang.bar_warp_sync
+    tell_scored = _telling(lang, config, parts)
     row_tiles, key_tiles, key_blocks = tile.warp_rows // 16, tile.keys // 8, tile.key_blocks
     rows_here = 2 * row_tiles
     new_rows, new_seen = lang.local_array(rows_here, f32), lang.local_array(rows_here * seen_words(config), u32)
     new_blocks, new_weights = lang.local_array(key_blocks, u32), lang.local_array(row_tiles * key_tiles * 2, u32)
     row_warps, warp_rows, groups, rows, keys = tile.row_warps, uint32(tile.warp_rows), tile.groups, tile.rows, tile.keys
     size, growth, log2e, minus_infinity = uint32(block_bytes(config)), float32(GROWTH), float32(LOG2_E), float32(-float("inf"))
-    most, maximum = float32(GROWN_SUM), lang.max_f32
+    most, maximum, to_bits, from_bits = float32(GROWN_SUM), lang.max_f32, lang.f32_to_b32, lang.b32_to_f32
     q_at, ring_at, weights_at, full_at = uint32(at.q), uint32(at.ring), uint32(at.weights), uint32(at.full)
     peaks_at, alpha_at, flags_at, poison_at = (uint32(x // 4) for x in (at.peaks, at.alpha, at.flags, at.poison))
     cursor_at, put_down, pick_up = uint32(at.cursors // 4), parts.cursor.put, parts.cursor.get
@@ -94,17 +108,25 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
         return factor
 
     @lang.device
-    def outgrown(exact, weighed, peak, g):
-        """1 where the weights measured from `peak` do not do: a sum is large, or another group has moved the peak. In all lanes or none."""
-        floats, before, found = shared(uint32(0), f32), new_rows(), uint32(0)
+    def large(exact, weighed):
+        """1 where the sum of this lane's weights of a row is too large."""
+        found = uint32(0)
+        for i in range(rows_here):
+            unroll()
+            # Both sums: what only a settled step asks for, LLVM would add up there, and not between the exponentials.
+            found = uint32(found | (maximum(exact[i], weighed[i]) > most))
+        return found
+
+    @lang.device
+    def outgrown(found, peak, g):
+        """1 where weights measured from `peak` do not do: a sum is large (`found`), or another group has moved the peak. In all lanes or none."""
+        floats, before = shared(uint32(0), f32), new_rows()
         for i in range(rows_here):
             unroll()
             before[i] = floats[peaks_at + g + uint32(8 * i)]
         for i in range(rows_here):
             unroll()
-            # Both sums: what only a settled step asks for, LLVM would add up there, and not between the exponentials.
-            if maximum(exact[i], weighed[i]) > most or before[i] != peak[i] or peak[i] == minus_infinity:
-                found = uint32(1)
+            found = uint32(found | (before[i] != peak[i]) | (peak[i] == minus_infinity))
         return any_lane(found)
 
     @lang.device
@@ -119,7 +141,8 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                 before = floats[peaks_at + g + uint32(8 * i)]
             moved, factor = before, float32(1)
             if step_peak[i] > before + growth:
-                moved, factor = step_peak[i], exp2(before - step_peak[i])
+                # By way of its bits: the simulator has 64 of them, and peaks are compared with what was stored.
+                moved, factor = from_bits(to_bits(step_peak[i])), exp2(before - step_peak[i])
                 # What was seen at -inf weighs nothing: there is no output to rescale yet.
                 grew = uint32(1) if before > minus_infinity else grew
             # The group's own sums still stand at its last peak; other groups may have raised it since.
@@ -136,9 +159,20 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
         return any_lane(grew)
 
     @lang.device
-    def hand_over_weights(weights, alpha, grew, group, w, g, lane):
-        """Weights, factors and flag of this warp to shared memory."""
+    def hand_over_factors(alpha, grew, group, w, g, lane):
+        """What the output is multiplied by before this step, and whether at all, to shared memory."""
         words, floats = shared(uint32(0), u32), shared(uint32(0), f32)
+        for i in range(rows_here):
+            unroll()
+            if (lane & uint32(3)) == uint32(0):
+                floats[alpha_at + group * uint32(rows) + g + uint32(8 * i)] = alpha[i]
+        if lane == uint32(0):
+            words[flags_at + w] = grew
+
+    @lang.device
+    def hand_over_weights(weights, group, g, lane):
+        """Weights of this warp to shared memory."""
+        words = shared(uint32(0), u32)
         for n in range(key_tiles):
             unroll()
             # Eight rows on, the swizzle is the same: one address and constants.
@@ -146,12 +180,6 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
             for i in range(rows_here):
                 unroll()
                 words[word + uint32(i * row_words)] = weights[(i // 2 * key_tiles + n) * 2 + i % 2]
-        for i in range(rows_here):
-            unroll()
-            if (lane & uint32(3)) == uint32(0):
-                floats[alpha_at + group * uint32(rows) + g + uint32(8 * i)] = alpha[i]
-        if lane == uint32(0):
-            words[flags_at + w] = grew
 
     @lang.device
     def score(base, t, ctas, p, requests, q_address, q_row, q_head, row_heads, visibility, words, num_rows, sm_scale, logit_cap):
@@ -213,11 +241,9 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                 w, lane = here >> uint32(5), here & uint32(31)
                 row_warp, group = w % uint32(row_warps), w // uint32(row_warps)
                 g = uint32(row_warp * warp_rows + (lane >> uint32(2)))
-                plain, factor, grew, settled = uint32(key0 + uint32(keys)) <= plain_end, scale, uint32(0), False
+                tell_scored(base, uint32(number // uint32(key_blocks)), row_warp, lane)
+                plain, factor, settled = uint32(key0 + uint32(keys)) <= plain_end, scale, False
                 tried = plain
-                for i in range(rows_here):
-                    unroll()
-                    alpha[i] = float32(1)
                 while not settled:
                     if not plain:
                         factor = measure(step_peak, scores, seen, key0, number, scale, sm_scale, logit_cap, requests, row_heads, visibility, words,
@@ -229,29 +255,36 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                         if not last or ahead > uint32(1):
                             # The peaks are decided and written: the group of the next step may go on from them.
                             turn_arrive(row_warp, group)
+                        # The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
+                        free_sync(group)
+                        hand_over_factors(alpha, grew, group, w, g, lane)
                     for i in range(rows_here):
                         unroll()
                         exact[i], weighed[i] = float32(0), float32(0)
                     weigh(weights, exact, weighed, scores, factor, peak)
                     if plain:
+                        found = opaque(large(exact, weighed))
                         # The step before this one has decided its peaks, in another group.
                         turn_sync(row_warp, group)
-                        plain = outgrown(exact, weighed, peak, g) == uint32(0)
+                        plain = outgrown(found, peak, g) == uint32(0)
                         settled = plain
-                        if settled and (not last or ahead > uint32(1)):
-                            # The peaks stay: the group of the next step may go on from them.
-                            turn_arrive(row_warp, group)
+                        if settled:
+                            if not last or ahead > uint32(1):
+                                # The peaks stay: the group of the next step may go on from them.
+                                turn_arrive(row_warp, group)
+                            # As above.
+                            free_sync(group)
+                            if lane == uint32(0):
+                                marks[flags_at + w] = uint32(0)
+                hand_over_weights(weights, group, g, lane)
                 opening, plain_end = False, marks[cursor_at + uint32(PLAIN_WORD)]
                 for i in range(rows_here):
                     unroll()
                     total[i], rounded[i] = total[i] + exact[i], rounded[i] + weighed[i]
-                # The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
-                free_sync(group)
-                hand_over_weights(weights, alpha, grew, group, w, g, lane)
                 if ahead <= uint32(groups):
                     hand_over_sums(total, rounded, peak, uint32(group * uint32(rows) + g), lane)
                 # Weights, factors and, at the end of a piece, sums are written: the value warps may read them.
-                ready_arrive(group)
+                ready_arrive(base, group)
                 ahead = uint32(ahead - uint32(groups)) if ahead > uint32(groups) else uint32(0)
                 key0, number = uint32(key0 + uint32(groups * keys)), uint32(number + uint32(groups * key_blocks))
             r, tile, unit, left, done = pick_up(cursor_at)

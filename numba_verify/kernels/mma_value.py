@@ -138,6 +138,29 @@ def _fragments(lang: Any, config: MmaConfig) -> tuple[Callable, ...]:
     return load_weights, load_values, multiply, lang.local_array(4 * row_tiles, u32), lang.local_array(8, u32)
 
 
+def _holding(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
+    """hold_back(base, w, step, end): value warp `w` may wait with `step` (of the CTA, at hand; `end`: of the piece).
+
+    All wait for the score warps, so the one in the same quarter of the SM should have the tensor cores first. What it is at when a step is
+    ready: if the step is of its own group, its next product, which may last as long as the ring does; else often a product about to end, after
+    which it is at its softmax and leaves the tensor cores alone. So steps of other groups wait for that. No data goes with it.
+    """
+    uint32, holds_back, listen, scored_at = lang.uint32, config.tile.holds_back, lang.mbarrier_wait(config.suspend), config.layout.scored
+    place_of, phase_of, row_warps, groups = parts.scored.place, parts.scored.phase, config.tile.row_warps, config.tile.groups
+
+    @lang.device
+    def hold_back(base, w, step, end):
+        if holds_back:
+            # The warp numbers of both roles begin at a multiple of 4, so the score warp of this quarter has the number w % 4.
+            row_warp, group = w % uint32(row_warps), (w // uint32(row_warps)) % uint32(groups)
+            scored = step if step % uint32(groups) == group else uint32(step + uint32(1))
+            # Of its own group's steps too, which are scored since long: no phase of an mbarrier passes without a wait.
+            if scored % uint32(groups) == group and scored != end:
+                listen(uint32(base + uint32(scored_at) + ((place_of(scored) * uint32(row_warps) + row_warp) << uint32(3))), phase_of(scored))
+
+    return hold_back
+
+
 def value_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     """Device function that one value thread runs from start to end."""
     uint32, uint64, int64, shared, u32 = lang.uint32, lang.uint64, lang.int64, lang.shared, lang.u32
@@ -146,21 +169,22 @@ def value_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     new_output, clear, rescale, add_step = product.new_output, product.clear, product.rescale, product.add_step
     new_inverses, read, write = piece_writer(lang, config.shape, layout(config.shape, config.tile), config.tile.rows, config.tile.groups,
                                              config.tile.rows // 16, config.shape.latent_dim // VALUE_WARPS, early=False)
-    steps, place, signal = parts.walk, parts.swizzle, parts.signals
-    find, stop_of, units_of, slot_of, row_offset, weight_offset = steps.find, steps.stop, steps.units, steps.slot, place.row, place.weight
+    steps, signal, row_offset, weight_offset = parts.walk, parts.signals, parts.swizzle.row, parts.swizzle.weight
+    find, stop_of, units_of, slot_of = steps.find, steps.stop, steps.units, steps.slot
     tile, at = config.tile, layout(config.shape, config.tile)
     columns, key_blocks = config.shape.latent_dim // VALUE_WARPS, tile.key_blocks
-    ring_at, weights_at, flags_at = uint32(at.ring), uint32(at.weights), uint32(at.flags // 4)
+    ring_at, weights_at, flags_at, hold_back = uint32(at.ring), uint32(at.weights), uint32(at.flags // 4), _holding(lang, config, parts)
     cursor_at, opaque = uint32(at.cursors // 4 + CURSOR_WORDS), lang.opaque
     rows, row_warps, deterministic = tile.rows, tile.row_warps, config.deterministic
-    ready_sync, free_arrive, groups = signal.ready_sync, signal.free_arrive, tile.groups
+    ready_sync, free_arrive, groups, warp_sync = signal.ready_sync, signal.free_arrive, tile.groups, lang.bar_warp_sync
+    broadcast = lang.shfl_sync_idx_u32
     weight_bytes = uint32(tile.rows * tile.keys * ITEMSIZE)
 
     @lang.device
     def value(base, t, ctas, p, requests, out_address, out_row, out_head, lse_address, partial_address, statistics_address, row_heads, num_rows,
               flags):
         marks = shared(uint32(0), u32)
-        output, number, piece = new_output(), uint32(0), uint32(0)
+        output, number = new_output(), uint32(0)
         cta = p * CTA_FIELDS
         r, tile, unit, left = (uint32(ctas[cta + CTA_REQUEST]), uint32(ctas[cta + CTA_TILE]), uint32(ctas[cta + CTA_UNIT]),
                                uint32(ctas[cta + CTA_COUNT]))
@@ -171,25 +195,30 @@ def value_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
         while left != uint32(0):
             r, tile = find(requests, r, tile, row_heads)
             end = uint32(number + uint32(stop_of(requests, r, unit, left, row_heads) - unit) * uint32(key_blocks))
-            if t == uint32(0):
-                # Picked up after the last step, long after the barrier of the first. And so is the partial slot, should one be needed.
-                words_at = uint32(cursor_at + (piece & uint32(1)) * uint32(CURSOR_WORDS))
+            # All lanes have picked up the cursor of the piece before.
+            warp_sync()
+            if (t & uint32(31)) == uint32(0):
+                # Picked up after the last step: the lanes have met since, handing back blocks. And so is the partial slot, should one be needed.
+                words_at = uint32(cursor_at + (t >> uint32(5)) * uint32(CURSOR_WORDS))
                 put_down(words_at, r, tile, unit, left, number)
                 slot = uint32(uint32(p << int64(1)) + (uint32(1) if unit == uint32(0) else uint32(0)))
                 marks[words_at + uint32(SLOT_WORD)] = uint32(slot_of(requests, r, tile, unit, row_heads)) if deterministic else slot
             clear(output)
+            # By opaque copies: parts of this place are known before the piece, and would take registers from O one by one.
+            here = opaque(t)
+            values_at = opaque(uint32(opaque(base) + ring_at + row_offset(here & uint32(15), uint32((here >> uint32(5)) * uint32(columns // 8)
+                                                                                                    + ((here >> uint32(4)) & uint32(1))))))
             while number != end:
                 turn = uint32(number // uint32(key_blocks)) % uint32(groups)
                 # The weights of this step, and with them the keys they belong to, are there.
-                ready_sync(turn)
+                ready_sync(base, uint32(number // uint32(key_blocks)))
+                hold_back(opaque(base), opaque(t) >> uint32(5), uint32(number // uint32(key_blocks)), uint32(end // uint32(key_blocks)))
                 if (marks[flags_at + turn * uint32(row_warps)] | marks[flags_at + turn * uint32(row_warps) + uint32(row_warps - 1)]) != uint32(0):
                     rescale(output, uint32(turn * uint32(rows) + ((opaque(t) >> uint32(2)) & uint32(7))))
-                # Worked out in every step: what lives through them takes registers from O and from the fragments fetched ahead.
-                here, origin = opaque(t), opaque(base)
-                w, lane, key, half = here >> uint32(5), here & uint32(31), here & uint32(15), (here >> uint32(4)) & uint32(1)
-                values_at = uint32(origin + ring_at + row_offset(key, uint32(w * uint32(columns // 8) + half)))
-                weight_at = uint32(origin + weights_at + turn * weight_bytes + weight_offset(key, half))
-                add_step(output, base, number, values_at, weight_at, lane)
+                # Worked out in every step: another place that lives through them is one too many.
+                here = opaque(t)
+                place = weight_offset(here & uint32(15), (here >> uint32(4)) & uint32(1))
+                add_step(output, base, number, values_at, uint32(opaque(base) + weights_at + turn * weight_bytes + place), here & uint32(31))
                 number = uint32(number + uint32(key_blocks))
                 if uint32(end - number) >= uint32(groups * key_blocks):
                     # This thread has read weights and factors, and the group has another step in this piece: it may write its next.
@@ -197,10 +226,12 @@ def value_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
             # From a copy for the same reason: what the writing wants to know would be worked out before the steps.
             here = opaque(t)
             w, lane, g = here >> uint32(5), here & uint32(31), (here >> uint32(2)) & uint32(7)
-            words_at = uint32(cursor_at + (piece & uint32(1)) * uint32(CURSOR_WORDS))
+            words_at = uint32(cursor_at + w * uint32(CURSOR_WORDS))
+            # With a constant lane ptxas knows that all lanes have the same: uniform registers, which take none from O.
+            words_at = broadcast(words_at, uint32(0))
             r, tile, unit, left, number = pick_up(words_at)
             count, start = uint32(end - number) // uint32(key_blocks), uint32(number // uint32(key_blocks)) % uint32(groups)
-            stop, number, piece = uint32(unit + count), end, uint32(piece + uint32(1))
+            stop, number = uint32(unit + count), end
             units = units_of(requests, r)
             inverses = new_inverses()
             peak, total = read(inverses, here, uint32(0), start, count, g)

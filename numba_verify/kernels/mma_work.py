@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .config import WARP
-from .mma_config import ITEMSIZE, SCORE_THREADS, SEGMENT_BYTES, VALUE_THREADS, MmaConfig, MmaTile
+from .mma_config import ITEMSIZE, SCORE_THREADS, SEGMENT_BYTES, VALUE_THREADS, MmaConfig
 from .work import KV_LEN, PIECE_BEGIN, Q_LEN, REQUEST_FIELDS, work_split
 
 
@@ -88,8 +88,7 @@ class Cursor(NamedTuple):
     `at` on. number: a count of the role's own.
 
     The walk would live in registers through all steps of a piece, and they are needed there: one thread of a role puts it down before a
-    barrier, and all pick it up after the last step. The value warps have no barrier before they put it down, where a slow thread may still
-    read what the piece before left: they take two places in turn.
+    barrier, and all pick it up after the last step. Value warps do not wait for each other: each has a place of its own.
     """
 
     put: Callable
@@ -142,7 +141,8 @@ class Signals(NamedTuple):
 
     score_sync(): all score warps.  group_sync(group): the warps of a group; where it is one warp, that.
     turn_sync(w, group) / turn_arrive(w, group): the row warp before this group's has decided its peaks / so has this one, for the next.
-    ready_*(group): weights, factors and, at the end of a piece, sums are written.  free_*(group): the value warps have read them.
+    ready_sync(base, step) / ready_arrive(base, group): weights, factors and, at the end of a piece, sums of the step (of the CTA, the group's) are
+    written.  free_*(group): the value warps have read them.
     """
 
     score_sync: Callable
@@ -155,8 +155,14 @@ class Signals(NamedTuple):
     free_arrive: Callable
 
 
-def signals(lang: Any, tile: MmaTile) -> Signals:
-    """Build them in the vocabulary `lang`. Numbers: 1 score, 2.. group, 4.. turn, 8.. ready, 12.. free: 15 at most, as many as there are."""
+def signals(lang: Any, config: MmaConfig) -> Signals:
+    """Build them in the vocabulary `lang`. Numbers: 1 score, 2.. group, 4.. turn, 8.. ready, 12.. free: 15 at most, as many as there are.
+
+    `ready` is an mbarrier where the tile holds back: at a named barrier the value warps would wait for each other, and one that holds back would
+    hold back all. Elsewhere it is a named barrier, at which warps sleep on every GPU.
+    """
+    tile, ready_at = config.tile, lang.uint32(config.layout.ready)
+    wait, arrive = lang.mbarrier_wait(config.suspend), lang.mbarrier_arrive
     uint32, groups, members = lang.uint32, lang.uint32(tile.groups), WARP * tile.row_warps
     score, pair, handed = lang.named_barrier(1, SCORE_THREADS), lang.numbered_barrier(members), lang.numbered_barrier(2 * WARP)
     both, bar_warp_sync = lang.numbered_barrier(members + VALUE_THREADS), lang.bar_warp_sync
@@ -180,12 +186,20 @@ def signals(lang: Any, tile: MmaTile) -> Signals:
         handed_arrive(uint32(uint32(4) + w * groups + (uint32(0) if following == groups else following)))
 
     @lang.device
-    def ready_sync(group):
-        both_sync(uint32(uint32(8) + group))
+    def ready_sync(base, step):
+        both_sync(uint32(uint32(8) + step % groups))
 
     @lang.device
-    def ready_arrive(group):
+    def ready_arrive(base, group):
         both_arrive(uint32(uint32(8) + group))
+
+    @lang.device
+    def ready_wait(base, step):
+        wait(uint32(base + ready_at + ((step % groups) << uint32(3))), (step // groups) & uint32(1))
+
+    @lang.device
+    def ready_say(base, group):
+        arrive(uint32(base + ready_at + (group << uint32(3))))
 
     @lang.device
     def free_sync(group):
@@ -195,20 +209,21 @@ def signals(lang: Any, tile: MmaTile) -> Signals:
     def free_arrive(group):
         both_arrive(uint32(uint32(12) + group))
 
-    return Signals(score.sync, warp_sync if tile.row_warps == 1 else group_sync, turn_sync, turn_arrive, ready_sync, ready_arrive,
-                   free_sync, free_arrive)
+    return Signals(score.sync, warp_sync if tile.row_warps == 1 else group_sync, turn_sync, turn_arrive,
+                   *((ready_wait, ready_say) if tile.holds_back else (ready_sync, ready_arrive)), free_sync, free_arrive)
 
 
 class Parts(NamedTuple):
     """What all roles use, built once: every device function is compiled by itself, and copies would be compiled again.
 
-    ring: of the blocks and their barriers `empty`.  full: of the barriers `full`.
+    ring: of the blocks and their barriers `empty`.  full: of the barriers `full`.  scored: of steps, for the barriers `scored`.
     """
 
     walk: Walk
     swizzle: Swizzle
     ring: Ring
     full: Ring
+    scored: Ring
     signals: Signals
     cursor: Cursor
 
@@ -218,7 +233,8 @@ def parts(lang: Any, config: MmaConfig) -> Parts:
     tile = config.tile
     blocks = ring(lang, tile.blocks)
     full = blocks if tile.full_barriers == tile.blocks else ring(lang, tile.full_barriers)
-    return Parts(walk(lang, config), swizzle(lang, config), blocks, full, signals(lang, tile), cursor(lang))
+    return Parts(walk(lang, config), swizzle(lang, config), blocks, full, ring(lang, max(tile.scored_steps, 1)),
+                 signals(lang, config), cursor(lang))
 
 
 #: Bytes from ring block to ring block, for a row of `row_dim` elements.

@@ -61,7 +61,7 @@ def build(lang: Any, config: WgmmaConfig) -> Callable:
             for s in range(slots):
                 init(uint32(base + full + uint32(8 * s)), uint32(WARPGROUP))
                 init(uint32(base + empty + uint32(8 * s)), uint32(VALUE_WARPS))
-                init(uint32(base + ready + uint32(8 * s)), uint32(SCORE_WARPS))
+                init(uint32(base + ready + uint32(8 * s)), uint32(WARPGROUP))
                 init(uint32(base + scored + uint32(8 * s)), uint32(SCORE_WARPS))
         # The mbarriers are there before anybody uses one.
         bar_sync()

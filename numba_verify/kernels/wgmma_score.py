@@ -193,7 +193,7 @@ def _plain_steps(lang: Any, config: WgmmaConfig, parts: Parts, products: Product
     """
     uint32, float32, opaque, wait, arrive = lang.uint32, lang.float32, lang.opaque, lang.mbarrier_wait(True), lang.mbarrier_arrive
     unroll, shared, u32, f32, test, any_lane = lang.unroll, lang.shared, lang.u32, lang.f32, lang.mbarrier_test, lang.vote_sync_any
-    warp_sync, proxy_fence, score_sync = lang.bar_warp_sync, lang.fence_proxy_async, lang.named_barrier(1, WARPGROUP).sync
+    proxy_fence, score_sync = lang.fence_proxy_async, lang.named_barrier(1, WARPGROUP).sync
     rows, begin_products, wait_for_most, end_products = products
     low, uniform = rows.low, rows.uniform
     place_of, phase_of = parts.ring.place, parts.ring.phase
@@ -245,11 +245,8 @@ def _plain_steps(lang: Any, config: WgmmaConfig, parts: Parts, products: Product
                     total[i], rounded[i] = total[i] + exact[i], rounded[i] + weighed[i]
                 if lane == uint32(0):
                     marks[flags_at + now * uint32(WARPS) + w] = uint32(0)
-                # All lanes have written their weights, and lane 0 that no output has to be rescaled.
-                warp_sync()
-                if lane == uint32(0):
-                    # The value warps may read them, when those of all warps are there.
-                    arrive(uint32(base + ready_at + (now << uint32(3))))
+                # The value warps may read this lane's weights and lane 0's flag, when all lanes have arrived.
+                arrive(uint32(base + ready_at + (now << uint32(3))))
                 number = following
         return number, scored
 
@@ -373,10 +370,8 @@ def score_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
                     _, _, _, _, piece = pick_up(cursor)
                     row = uint32((piece % uint32(SUM_PLACES)) * uint32(ROWS) + w * uint32(16) + (lane >> uint32(2)))
                     hand_over_sums(total, rounded, peak, row, lane)
-                # All lanes have written their weights, factors and, at the end of a piece, sums.
-                warp_sync()
-                if lane == uint32(0):
-                    arrive(uint32(base + ready_at + (place << uint32(3))))
+                # This lane has written its weights, factors and, at the end of a piece, sums.
+                arrive(uint32(base + ready_at + (place << uint32(3))))
             r, tile, unit, left, piece = pick_up(cursor_of(opaque(t) >> uint32(5)))
             count = uint32(stop_of(requests, r, unit, left, row_heads) - unit)
             unit, left, piece = uint32(unit + count), uint32(left - count), uint32(piece + uint32(1))

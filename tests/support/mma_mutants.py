@@ -19,6 +19,8 @@ from .problems import Case
 PAIRS, SINGLES, SHORT_RING = (next(tile for tile in MMA_TILES if wanted(tile)) for wanted in (
     lambda tile: tile.row_warps == 2 and tile.rows == 32, lambda tile: tile.groups == 4 and tile.keys == 16,
     lambda tile: tile.blocks < tile.full_barriers))
+#: As the tile of 64 rows, of which the simulator would need minutes: value warps hold back.
+HOLDING = replace(PAIRS, holds_back=True)
 
 WORDS = replace(MMA, name="words", trees=(chain(40),), prefix=(21,), heads=1)
 ROUNDS = replace(MMA, name="rounds", trees=(SIBLINGS,), prefix=(250,))
@@ -90,7 +92,7 @@ MMA_MUTANTS = [
     one("cap_in_base_2", "mma_softmax", "tanh(scores[i] * sm_scale / logit_cap) * log2e", "tanh(scores[i] * sm_scale / logit_cap)", CAP, WRONG_OUT),
     one("forget_log2e", "mma_score", "float32(sm_scale * log2e)", "float32(sm_scale)", MMA, WRONG_OUT),
     one("skip_the_rescale", "mma_value", "                    rescale(output,", "                    (output,", RISES, WRONG_OUT),
-    one("factor_of_one", "mma_score", "moved, factor = step_peak[i], exp2(before - step_peak[i])", "moved, factor = step_peak[i], float32(1)", RISES,
+    one("factor_of_one", "mma_score", "exp2(before - step_peak[i])", "float32(1)", RISES,
         WRONG_OUT),
     one("factors_of_the_first_group", "mma_value", "rescale(output, uint32(turn * uint32(rows) + (", "rescale(output, uint32((", LATE_RISE,
         WRONG_OUT),
@@ -110,11 +112,13 @@ MMA_MUTANTS = [
         PAIRS),
     one("plain_with_a_cap", "mma_score", "uint32(0) if logit_cap > float32(0) else prefix", "prefix",
         replace(RISES, name="long_cap", rises=(), logit_cap=0.5), WRONG_OUT, PAIRS),
-    one("plain_without_a_look", "mma_score", "maximum(exact[i], weighed[i]) > most or before[i]", "before[i]",
+    one("plain_without_a_look", "mma_score", "uint32(found | (maximum(exact[i], weighed[i]) > most))", "found",
         replace(RISES, name="high_rise", rises=((110, 200.0),)), ANY, PAIRS),
-    one("plain_by_an_old_peak", "mma_score", "> most or before[i] != peak[i] or", "> most or", HUMP, WRONG_OUT, PAIRS),
+    one("plain_by_an_old_peak", "mma_score", "found | (before[i] != peak[i]) |", "found |", HUMP, WRONG_OUT, PAIRS),
     one("plain_though_outgrown", "mma_score", "                        settled = plain", "                        settled = True",
         replace(RISES, name="high_rise", rises=((110, 200.0),)), ANY_OR_STUCK, PAIRS),
+    one("a_flag_that_stays", "mma_score", "                                marks[flags_at + w] = uint32(0)", "                                pass",
+        HUMP, ANY, PAIRS),
     one("waits_twice_for_its_turn", "mma_score", "if not tried:", "if True:", RISES, STUCK, PAIRS),
     one("sums_left_out", "mma_score", "total[i], rounded[i] = total[i] + exact[i], rounded[i] + weighed[i]", "pass", MMA, f"{ANY}|{WRONG_LSE}"),
     one("lse_in_base_2", "mma_write", "value = (peak + log2(total)) * ln2", "value = peak + log2(total)", MMA, WRONG_LSE),
@@ -128,6 +132,10 @@ MMA_MUTANTS = [
         "full = blocks", ROUNDS, RACE, SHORT_RING, races=True),
     one("values_of_the_next_block", "mma_value", "load_values(values, 0, uint32(place_of(number) * size + values_at))",
         "load_values(values, 0, uint32(place_of(uint32(number + uint32(1))) * size + values_at))", MMA, f"{ANY}|{OUTSIDE}"),
+    # Holding back.
+    one("held_for_a_step_too_far", "mma_value", "else uint32(step + uint32(1))", "else uint32(step + uint32(3))", ROUNDS, STUCK, HOLDING),
+    one("held_past_the_end", "mma_value", "== group and scored != end", "== group", ROUNDS, STUCK, HOLDING),
+    one("one_parity_of_ready", "mma_work", "(step // groups) & uint32(1))", "uint32(0))", ROUNDS, f"{RACE}|{STUCK}", HOLDING, races=True),
     # Pieces.
     one("one_partial_slot_a_cta", "mma_value", "(uint32(1) if unit == uint32(0) else uint32(0))", "uint32(0)", CUT, ANY),
     one("unwritten_partial", "mma_work", "int64(unit // length)", "int64(unit // length) + int64(1)", FIXED, f"{ANY}|{OUTSIDE}"),

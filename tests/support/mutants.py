@@ -27,7 +27,7 @@ from numba_verify.kernels.mma_config import MmaTile
 from numba_verify.kernels.wgmma_config import WgmmaTile
 
 from . import machine, oracle
-from .mma_mutants import MMA_BARRIERS, MMA_SPECIAL_CASES, PAIRS, SIGNAL, SIGNAL_CAUGHT, SIGNAL_MODULES, SIGNALS_CASE
+from .mma_mutants import HOLDING, MMA_BARRIERS, MMA_SPECIAL_CASES, SIGNAL, SIGNAL_CAUGHT, SIGNAL_MODULES, SIGNALS_CASE
 from .mutant_list import BARRIERS, FAR, RACE, SPECIAL_CASES, Mutant
 from .problems import Case, Problem, build
 from .wgmma_mutants import (
@@ -72,7 +72,7 @@ def barrier_mutants() -> list[Mutant]:
 def signal_mutants() -> list[Mutant]:
     """Each statement of `mma` and `wgmma` that waits for others, lets them go on, or orders memory, left out once."""
     mutants = []
-    for kernel, modules, signal, caught, tile in (("mma", SIGNAL_MODULES, SIGNAL, SIGNAL_CAUGHT, PAIRS),
+    for kernel, modules, signal, caught, tile in (("mma", SIGNAL_MODULES, SIGNAL, SIGNAL_CAUGHT, HOLDING),
                                                   ("wgmma", WGMMA_SIGNAL_MODULES, WGMMA_SIGNAL, WGMMA_SIGNAL_CAUGHT, DELAYED)):
         for module in modules:
             lines = source_of(module).splitlines(keepends=True)
