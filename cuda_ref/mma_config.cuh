@@ -7,18 +7,19 @@
 namespace nvr {
 
 // ROWS query rows (draft token x head) meet KEYS keys a step; BLOCKS blocks of 16 keys in the ring. ROW_WARPS score warps side by side over
-// the rows make a group; the groups take steps in turn, so that one multiplies while another is at its softmax. HOLDS_BACK: a value warp may wait
-// with a step until the score warp that it shares tensor cores with is at its softmax.
-template <int ROWS_, int KEYS_, int BLOCKS_, int ROW_WARPS_, bool HOLDS_BACK_ = false>
+// the rows make a group; the groups take steps in turn, so that one multiplies while another is at its softmax.
+template <int ROWS_, int KEYS_, int BLOCKS_, int ROW_WARPS_>
 struct MmaTile {
     static constexpr int ROWS = ROWS_, KEYS = KEYS_, BLOCKS = BLOCKS_, ROW_WARPS = ROW_WARPS_;
-    static constexpr bool HOLDS_BACK = HOLDS_BACK_;
     // The output of 64 rows takes 128 registers of each thread of the value warps: the other roles hand over theirs (setmaxnreg).
     static constexpr bool HANDS_OVER = ROWS == 64;
+    // A value warp may wait with a step until the score warp that it shares tensor cores with is at its softmax. With fewer rows that costs more than
+    // it gives (docs/facts.md).
+    static constexpr bool HOLDS_BACK = ROWS == 64;
 };
 
 // In the order of nvr_mma_tile.
-using MmaM64 = MmaTile<64, 32, 8, 2, true>;
+using MmaM64 = MmaTile<64, 32, 8, 2>;
 using MmaM32 = MmaTile<32, 32, 9, 1>;
 using MmaM32Medium = MmaTile<32, 32, 6, 1>;
 using MmaM32Small = MmaTile<32, 16, 3, 2>;
@@ -39,7 +40,7 @@ constexpr int SCORE_THREADS = SCORE_WARPS * WARP, VALUE_THREADS = VALUE_WARPS * 
 constexpr int THREADS = SCORE_THREADS + VALUE_THREADS + PRODUCER_THREADS;
 
 // Registers a thread by role, where they are handed over; with 512 threads their mean is 128.
-constexpr int SCORE_REGISTERS = 160, VALUE_REGISTERS = 160, PRODUCER_REGISTERS = 32;
+constexpr int SCORE_REGISTERS = 144, VALUE_REGISTERS = 168, PRODUCER_REGISTERS = 32;
 static_assert(SCORE_THREADS * SCORE_REGISTERS + VALUE_THREADS * VALUE_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS <= 65536,
               "an SM has 65536 registers");
 

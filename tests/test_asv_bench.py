@@ -338,7 +338,7 @@ def test_asv_runs_an_offline_benchmark(tmp_path):
         benchmark.setup("expand")
         assert 0 < benchmark.track_warm_ms("expand") < 1000
         return  # without asv (extra `bench`) at least the benchmark itself runs
-    if not (ROOT / ".git").exists():
+    if subprocess.run(["git", "cat-file", "-e", "HEAD^{tree}"], cwd=ROOT, capture_output=True).returncode:  # a copy may have .git without objects
         pytest.skip("asv reads the git history, and this tree has none")
     environment = {**os.environ, "HOME": str(tmp_path), "ASV_PYTHONPATH": str(ROOT)}
     config = (ROOT / "asv_bench" / "asv.conf.json").read_text()

@@ -397,7 +397,7 @@ def test_shared_memory_limit(monkeypatch):
         or backend.support("flash", 64, 256, 64, "bfloat16", 1, 0) == ""
     assert backend.support("naive", 64, 512, 64, "bfloat16", 1, 0) == ""
     assert backend.support("mma", 64, 512, 64, "bfloat16", 1, 0) == (
-        "kernel='mma' needs 95,488 B of shared memory at least, Toy GPU has 50,000 B; kernel='paged' would run")
+        "kernel='mma' needs 95,680 B of shared memory at least, Toy GPU has 50,000 B; kernel='paged' would run")
     assert planner.choose_kernel(nv.api.NUMBA, "auto", 64, 512, 64, "bfloat16", 1, 0).kernel == "naive"
 
 

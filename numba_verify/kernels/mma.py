@@ -17,6 +17,7 @@
               empty   every value warp has read its values -> producers refill it
     a step:   ready   P, alpha, flags (and the sums at the end of a piece) are written   -> value warps
               free    the value warps have read them                                    -> score warps write the next
+              scored  its scores are made, tensor cores are free (tiles that hold back) -> value warps of the same SM quarter
 
 A tile that a share's border cuts is finished by `combine`: its pieces leave (peak, total) and a normalised partial, peaks in log2 units.
 
