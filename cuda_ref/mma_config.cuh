@@ -39,7 +39,8 @@ constexpr int SCORE_WARPS = 4, VALUE_WARPS = 8, PRODUCER_WARPS = 4;
 constexpr int SCORE_THREADS = SCORE_WARPS * WARP, VALUE_THREADS = VALUE_WARPS * WARP, PRODUCER_THREADS = PRODUCER_WARPS * WARP;
 constexpr int THREADS = SCORE_THREADS + VALUE_THREADS + PRODUCER_THREADS;
 
-// Registers a thread by role, where they are handed over; with 512 threads their mean is 128.
+// Registers a thread by role, where they are handed over; with 512 threads their mean is 128. (The numba kernel has 160 for scores and values: with 160
+// nvcc spills in the value warps, and of 168 it makes no fragments fetched ahead, which would be slower.)
 constexpr int SCORE_REGISTERS = 144, VALUE_REGISTERS = 168, PRODUCER_REGISTERS = 32;
 static_assert(SCORE_THREADS * SCORE_REGISTERS + VALUE_THREADS * VALUE_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS <= 65536,
               "an SM has 65536 registers");
@@ -74,7 +75,8 @@ struct Layout : Tile, RowDims {
     static constexpr int FULL_BARRIERS = Tile::BLOCKS > GROUPS * KEY_BLOCKS ? Tile::BLOCKS : GROUPS * KEY_BLOCKS;
 
     // Steps whose barriers `scored` are apart: a value warp that waits for a step keeps the one before, or that step itself, in the ring, so that
-    // its barrier cannot be used once more meanwhile.
+    // its barrier cannot be used once more meanwhile. Nor can it have been used for a phase that this one would be mistaken for: a step is ready only
+    // when all before it are scored.
     static constexpr int SCORED_STEPS = Tile::HOLDS_BACK ? Tile::BLOCKS / KEY_BLOCKS : 0;
     static_assert(!Tile::HOLDS_BACK || SCORED_STEPS >= 2, "a step that is held back and the next, which it waits for");
 

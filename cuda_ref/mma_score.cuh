@@ -160,8 +160,10 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
     const uint32_t g = row_warp * S::WARP_ROWS + lane / 4;
     float* peaks = shared_array<float>(S::PEAKS);
     Walk walk = begin_walk(plan);
-    // Steps of this CTA before the piece at hand: its first is the turn of group done % GROUPS.
+    // done: steps of this CTA before the piece at hand, whose first is the turn of group done % GROUPS. ones: this warp's factors in shared memory
+    // are 1, and its flag says that they need not be looked at.
     uint32_t done = 0;
+    bool ones = false;
     // Nobody has decided anything yet: the first group may begin.
     if (walk.left != 0 && group == S::GROUPS - 1) Signal::turn_arrive(row_warp, group);
     while (walk.left != 0) {
@@ -222,6 +224,7 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
                     // The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
                     Signal::free_sync(group);
                     hand_over_factors<S>(alpha, grew, group, w, g, lane);
+                    ones = false;
                 }
 #pragma unroll
                 for (int i = 0; i < S::LANE_ROWS; ++i) exact[i] = weighed[i] = 0.0f;
@@ -236,7 +239,14 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
                         if (!last || ahead > 1) Signal::turn_arrive(row_warp, group);
                         // As above.
                         Signal::free_sync(group);
-                        if (lane == 0) shared_array<uint32_t>(S::FLAGS)[w] = 0;
+                        if (!ones) {
+                            // The value warps multiply all rows by them when the group's other warp says so.
+                            RowFloats<S> alpha;
+#pragma unroll
+                            for (int i = 0; i < S::LANE_ROWS; ++i) alpha[i] = 1.0f;
+                            hand_over_factors<S>(alpha, 0, group, w, g, lane);
+                            ones = true;
+                        }
                     }
                 }
             }

@@ -124,8 +124,8 @@ __device__ __forceinline__ uint32_t scored_at(uint32_t base, uint32_t step, uint
     return base + C::SCORED + 8 * (place_of<C::SCORED_STEPS>(step) * C::ROW_WARPS + row_warp);
 }
 
-// The named barriers (0 is __syncthreads): 1 score, 2.. group, 4.. turn, 8.. ready, 12.. free; 15 at most, as many as there are. w: a row
-// warp of a group of score warps.
+// The named barriers (0 is __syncthreads): 1 score, 2.. group, 4.. turn, 8.. ready (see below), 12.. free; 15 at most, as many as there are.
+// w: a row warp of a group of score warps.
 template <class C>
 struct Signals {
     static_assert(C::GROUPS <= 4 && C::ROW_WARPS * C::GROUPS == SCORE_WARPS, "four barriers of each kind");

@@ -17,8 +17,8 @@ from .gpu import driver
 
 #: Bytes the rotated pools hold together at least; twice the L2 cache where that is more.
 COLD_BYTES = 160 << 20
-#: After a replay the GPU rests so many times as long as that took, but at most so many seconds. Large products reach its power limit some 30 ms
-#: after they begin (an H200: 1.75 GHz, then 1.5), and what is measured then depends on what was measured before.
+#: Before a replay the GPU rests so many times as long as the longest took, but at most so many seconds. Large products reach its power limit
+#: some 30 ms after they begin (an H200: 1.75 GHz, then 1.5), and what is measured then depends on what was measured before.
 REST, LONGEST_REST = 2.0, 0.1
 
 
@@ -82,10 +82,12 @@ class Replayed(Protocol):
 def interleaved_times(graphs: Sequence[Replayed], replays: int, warm_up: int = 3) -> list[Timing]:
     """Replay the graphs in turn, A B A B and not A A B B, so that clocks and temperature drift alike for all of them, and rest in between."""
     times: list[list[float]] = [[] for _ in graphs]
+    longest = 0.0  # seconds of a replay: all rest alike
     for i in range(warm_up + replays):
         for graph, measured in zip(graphs, times, strict=True):
+            time.sleep(min(REST * longest, LONGEST_REST))
             us = graph.replay_us()
-            time.sleep(min(REST * us * graph.calls * 1e-6, LONGEST_REST))
+            longest = max(longest, us * graph.calls * 1e-6)
             if i >= warm_up:
                 measured.append(us)
     return [Timing(statistics.median(us), min(us), max(us), graph.calls, replays) for graph, us in zip(graphs, times, strict=True)]

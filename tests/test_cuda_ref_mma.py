@@ -15,8 +15,9 @@ from numba_verify.kernels.mma_config import MMA_TILES, choose_mma_tile
 from numba_verify.problem import PlanSpec
 
 #: Borders of tiles and steps, many pieces, more steps than a ring has blocks, a peak that moves, NaN in a hidden row, every row layout.
-NAMES = ("rows_63", "tokens_17", "one_step_each", "borders", "rounds", "cut", "cut_aside", "rise_again", "rise_and_cut", "nan_hidden", "nan_cut",
-         "random_heads", "blind_heads", "full_row_heads", "no_rope_heads", "latent_256", "cap", "ragged_deterministic")
+NAMES = ("rows_63", "tokens_17", "one_step_each", "borders", "rounds", "cut", "cut_aside", "rise_again", "rise_of_some", "rise_of_half",
+         "rise_and_cut", "nan_hidden", "nan_cut", "random_heads", "blind_heads", "full_row_heads", "no_rope_heads", "latent_256", "cap",
+         "ragged_deterministic")
 CASES = [case for case in cases.ALL + mma_cases.ALL if case.name in NAMES]
 
 

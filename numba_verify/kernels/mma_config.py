@@ -113,7 +113,8 @@ class MmaTile:
     @property
     def scored_steps(self) -> int:
         """Steps whose barriers `scored` are apart: a value warp that waits for a step keeps the one before, or that step itself, in the ring,
-        so that its barrier cannot be used once more meanwhile."""
+        so that its barrier cannot be used once more meanwhile. Nor can it have been used for a phase that this one would be mistaken for:
+        a step is ready only when all before it are scored."""
         return self.blocks // self.key_blocks if self.holds_back else 0
 
     def shared_bytes(self, shape: Shape) -> int:
@@ -125,7 +126,8 @@ class MmaTile:
 
 #: The tiles, the largest of each number of rows first. At 512/64 they take 232,208 B (H200), 213,600 and 226,880 B (H200), 158,256 and
 #: 153,088 B (A100: 166,912 B) and 95,744 and 95,680 B (sm_120, sm_89, sm_86: 101,376 B). Only the largest holds back: the others are 2 to 13 % slower
-#: if they do (docs/facts.md).
+#: if they do (docs/facts.md). Of more than 160 registers its value warps would make fragments fetched ahead, and take the tensor cores more often
+#: from the score warps.
 MMA_TILES = (MmaTile(64, 32, 8, 2, Registers(160, 160, 32), True),
              MmaTile(32, 32, 9, 1), MmaTile(32, 32, 6, 1), MmaTile(32, 16, 3, 2),
              MmaTile(16, 32, 11, 1), MmaTile(16, 32, 7, 1), MmaTile(16, 16, 4, 1))

@@ -197,8 +197,9 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
         cta = p * CTA_FIELDS
         r, tile, unit, left = (uint32(ctas[cta + CTA_REQUEST]), uint32(ctas[cta + CTA_TILE]), uint32(ctas[cta + CTA_UNIT]),
                                uint32(ctas[cta + CTA_COUNT]))
-        # Steps of this CTA before the piece at hand: its first is the turn of group done % groups.
-        done = uint32(0)
+        # done: steps of this CTA before the piece at hand, whose first is the turn of group done % groups. ones: this warp's factors in shared
+        # memory are 1, and its flag says that they need not be looked at.
+        done, ones = uint32(0), False
         if left != uint32(0) and group == uint32(groups - 1):
             # Nobody has decided anything yet: the first group may begin.
             turn_arrive(row_warp, group)
@@ -258,6 +259,7 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                         # The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
                         free_sync(group)
                         hand_over_factors(alpha, grew, group, w, g, lane)
+                        ones = False
                     for i in range(rows_here):
                         unroll()
                         exact[i], weighed[i] = float32(0), float32(0)
@@ -274,8 +276,13 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                                 turn_arrive(row_warp, group)
                             # As above.
                             free_sync(group)
-                            if lane == uint32(0):
-                                marks[flags_at + w] = uint32(0)
+                            if not ones:
+                                # The value warps multiply all rows by them when the group's other warp says so.
+                                for i in range(rows_here):
+                                    unroll()
+                                    alpha[i] = float32(1)
+                                hand_over_factors(alpha, uint32(0), group, w, g, lane)
+                                ones = True
                 hand_over_weights(weights, group, g, lane)
                 opening, plain_end = False, marks[cursor_at + uint32(PLAIN_WORD)]
                 for i in range(rows_here):

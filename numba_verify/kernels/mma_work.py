@@ -137,7 +137,7 @@ def ring(lang: Any, places: int) -> Ring:
 
 
 class Signals(NamedTuple):
-    """The named barriers of the kernel (0 is bar_sync's), as device functions; `group`: a group of score warps, `w`: a row warp of it.
+    """The named barriers of the kernel (0 is bar_sync's) and `ready`, as device functions; `group`: a group of score warps, `w`: a row warp of it.
 
     score_sync(): all score warps.  group_sync(group): the warps of a group; where it is one warp, that.
     turn_sync(w, group) / turn_arrive(w, group): the row warp before this group's has decided its peaks / so has this one, for the next.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from numba_verify.kernels.mma_config import MMA_TILES
+from numba_verify.kernels.mma_config import MMA_TILES, MmaTile
 
 from .cases import chain
 from .mma_cases import MMA, SIBLINGS
@@ -19,14 +19,17 @@ from .problems import Case
 PAIRS, SINGLES, SHORT_RING = (next(tile for tile in MMA_TILES if wanted(tile)) for wanted in (
     lambda tile: tile.row_warps == 2 and tile.rows == 32, lambda tile: tile.groups == 4 and tile.keys == 16,
     lambda tile: tile.blocks < tile.full_barriers))
-#: As the tile of 64 rows, of which the simulator would need minutes: value warps hold back.
+#: Value warps hold back; in blocks a step and barriers the second is as the tile of 64 rows.
 HOLDING = replace(PAIRS, holds_back=True)
+HOLDING_LONG = MmaTile(32, 32, 8, 2, holds_back=True)
 
 WORDS = replace(MMA, name="words", trees=(chain(40),), prefix=(21,), heads=1)
 ROUNDS = replace(MMA, name="rounds", trees=(SIBLINGS,), prefix=(250,))
 RISES = replace(MMA, name="rises", trees=(SIBLINGS,), prefix=(150,), rises=((20, 9.0), (70, 9.0), (150, 9.0)))
 # What comes before the rise still counts, a little; four groups of 32 keys, and it is the last one's step.
 LATE_RISE = replace(RISES, name="late_rise", prefix=(110,), rises=((100, 6.8),), dtype="float16")
+# Of the rows of the group's first warp only, in a step of the group that opened the piece.
+SOME_RISE = replace(RISES, name="some_rise", prefix=(130,), heads=6, rises=((64, 9.0),), rise_rows=(0, 16))
 # One step of one group, after which scores are as before.
 HUMP = replace(RISES, name="hump", rises=((64, 9.0), (80, -9.0)))
 # 44 and 22 steps of 16 keys for 4 CTAs.
@@ -117,8 +120,9 @@ MMA_MUTANTS = [
     one("plain_by_an_old_peak", "mma_score", "found | (before[i] != peak[i]) |", "found |", HUMP, WRONG_OUT, PAIRS),
     one("plain_though_outgrown", "mma_score", "                        settled = plain", "                        settled = True",
         replace(RISES, name="high_rise", rises=((110, 200.0),)), ANY_OR_STUCK, PAIRS),
-    one("a_flag_that_stays", "mma_score", "                                marks[flags_at + w] = uint32(0)", "                                pass",
-        HUMP, ANY, PAIRS),
+    one("a_flag_that_stays", "mma_score", "hand_over_factors(alpha, uint32(0), group, w, g, lane)", "pass", HUMP, ANY, PAIRS),
+    one("factors_of_before", "mma_score", "alpha[i] = float32(1)", "pass", SOME_RISE, ANY, PAIRS),
+    one("factors_of_before_that_stay", "mma_score", "                        ones = False\n", "", SOME_RISE, ANY, PAIRS),
     one("waits_twice_for_its_turn", "mma_score", "if not tried:", "if True:", RISES, STUCK, PAIRS),
     one("sums_left_out", "mma_score", "total[i], rounded[i] = total[i] + exact[i], rounded[i] + weighed[i]", "pass", MMA, f"{ANY}|{WRONG_LSE}"),
     one("lse_in_base_2", "mma_write", "value = (peak + log2(total)) * ln2", "value = peak + log2(total)", MMA, WRONG_LSE),
@@ -135,6 +139,14 @@ MMA_MUTANTS = [
     # Holding back.
     one("held_for_a_step_too_far", "mma_value", "else uint32(step + uint32(1))", "else uint32(step + uint32(3))", ROUNDS, STUCK, HOLDING),
     one("held_past_the_end", "mma_value", "== group and scored != end", "== group", ROUNDS, STUCK, HOLDING),
+    one("one_barrier_for_all_steps", "mma_work", "ring(lang, max(tile.scored_steps, 1))", "ring(lang, 1)", ROUNDS, f"{RACE}|{STUCK}", HOLDING_LONG,
+        races=True),
+    one("nobody_tells", "mma_score", "                tell_scored(base, uint32(number // uint32(key_blocks)), row_warp, lane)\n", "", ROUNDS, STUCK,
+        HOLDING),
+    one("ready_for_half_a_group", "mma", "group_threads = uint32(config.tile.row_warps * WARP)", "group_threads = uint32(WARP)", ROUNDS,
+        f"{RACE}|{STUCK}|{ANY}", HOLDING, races=True),
+    one("one_cursor_for_all", "mma_value", "words_at = uint32(cursor_at + (t >> uint32(5)) * uint32(CURSOR_WORDS))", "words_at = cursor_at",
+        SIGNALS_CASE, f"{RACE}|{STUCK}|{ANY}|{OUTSIDE}", HOLDING, races=True),
     one("one_parity_of_ready", "mma_work", "(step // groups) & uint32(1))", "uint32(0))", ROUNDS, f"{RACE}|{STUCK}", HOLDING, races=True),
     # Pieces.
     one("one_partial_slot_a_cta", "mma_value", "(uint32(1) if unit == uint32(0) else uint32(0))", "uint32(0)", CUT, ANY),

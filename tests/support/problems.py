@@ -39,6 +39,7 @@ class Case:
     magnitude: float = 1.0  # standard deviation of q and kv
     shift: float = 0.0  # added to every score by construction, see build
     rises: tuple[tuple[int, float], ...] = ()  # (key, rise): scores of the keys from that one on are higher by so much, see build
+    rise_rows: tuple[int, int] | None = None  # only of these query rows (draft token x head, over all requests), from .. to
     visibility: str = "tree"  # tree; blind: no draft token sees any; random: any mask at all, the diagonal included
     deterministic: bool = False
     padding_rows: int = 3  # rows of q, out, lse after the last draft token
@@ -128,6 +129,9 @@ def build(case: Case) -> Problem:
     if case.rises:
         # the same with another rope dimension, from a key on
         q[..., -2] = dtype.type(1)
+        if case.rise_rows:
+            flat = np.arange(q.shape[0] * q.shape[1]).reshape(q.shape[:2])
+            q[..., -2] = (flat >= case.rise_rows[0]) & (flat < case.rise_rows[1])
         for k in keys:
             k[:, -2] = sum(rise * (np.arange(len(k)) >= first) for first, rise in case.rises) / sm_scale
     q[int(qo[-1]):] = case.bad
