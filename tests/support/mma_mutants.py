@@ -162,6 +162,8 @@ MMA_MUTANTS = [
 SIGNAL_MODULES = ("mma_products", "mma_score", "mma_value", "mma_producer")
 SIGNAL = (r"(score_sync|group_sync|turn_sync|turn_arrive|ready_sync|ready_arrive|free_sync|free_arrive|bar_warp_sync|warp_sync|wait|arrive|landed)"
           r"\(.*\)")
+#: Of these alone a tile that does not hold back has others: named barriers.
+READY_SIGNAL = r"(ready_sync|ready_arrive)\(.*\)"
 SIGNAL_CAUGHT = f"{RACE}|{STUCK}|{OUTSIDE}"
 #: As in mutant_list.py.
 MMA_BARRIERS = {"mma": ("mma", MMA)}

@@ -27,7 +27,7 @@ from numba_verify.kernels.mma_config import MmaTile
 from numba_verify.kernels.wgmma_config import WgmmaTile
 
 from . import machine, oracle
-from .mma_mutants import HOLDING, MMA_BARRIERS, MMA_SPECIAL_CASES, SIGNAL, SIGNAL_CAUGHT, SIGNAL_MODULES, SIGNALS_CASE
+from .mma_mutants import HOLDING, MMA_BARRIERS, MMA_SPECIAL_CASES, PAIRS, READY_SIGNAL, SIGNAL, SIGNAL_CAUGHT, SIGNAL_MODULES, SIGNALS_CASE
 from .mutant_list import BARRIERS, FAR, RACE, SPECIAL_CASES, Mutant
 from .problems import Case, Problem, build
 from .wgmma_mutants import (
@@ -73,6 +73,7 @@ def signal_mutants() -> list[Mutant]:
     """Each statement of `mma` and `wgmma` that waits for others, lets them go on, or orders memory, left out once."""
     mutants = []
     for kernel, modules, signal, caught, tile in (("mma", SIGNAL_MODULES, SIGNAL, SIGNAL_CAUGHT, HOLDING),
+                                                  ("mma", SIGNAL_MODULES, READY_SIGNAL, SIGNAL_CAUGHT, PAIRS),
                                                   ("wgmma", WGMMA_SIGNAL_MODULES, WGMMA_SIGNAL, WGMMA_SIGNAL_CAUGHT, DELAYED)):
         for module in modules:
             lines = source_of(module).splitlines(keepends=True)
@@ -82,7 +83,8 @@ def signal_mutants() -> list[Mutant]:
                     before, after = "".join(lines[i - 2 : i]), "".join(lines[i + 1 : i + 3])
                     edit = (module, before + line + after, before + line.replace(line.strip(), "pass") + after)
                     case = WGMMA_SPECIAL_SIGNALS.get(lines[i - 1].strip(), (SIGNALS_CASE, tile))
-                    mutants.append(Mutant(f"no_{found.group(1)}_{module}_line_{i + 1}", kernel, (edit,), case[0], caught, True, case[1]))
+                    name = f"no_{found.group(1)}_{module}_line_{i + 1}{'_named' if signal == READY_SIGNAL else ''}"
+                    mutants.append(Mutant(name, kernel, (edit,), case[0], caught, True, case[1]))
     return mutants
 
 
