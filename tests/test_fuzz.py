@@ -5,7 +5,7 @@ one process, with guards around every array, so damage that an example does show
 """
 
 import pytest
-from hypothesis import given, note
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from support import machine, oracle
 from support.problems import Case, build
@@ -67,5 +67,29 @@ def test_fuzz(case):
 @given(cases(MMA_DIMS, ["bfloat16", "float16"], 12, [1, 3, 8, 9, 20]))
 def test_fuzz_mma(case):
     """Tiles of 16, 32 and 64 rows, with the borders of tokens anywhere in them."""
+    note(f'repro: PYTHONPATH=.:tests python -c "from test_fuzz import *; run_case({case!r}, MMA)"')
+    run_case(case, MMA)
+
+
+@st.composite
+def rising(draw):
+    """Scores that jump up and down along the prefix, in all query rows or some: peaks move in some warps, while others' steps stay plain ones."""
+    forest = tuple(draw(st.lists(st.sampled_from([(-1, 0, 1, 2, 3), (-1, 0, 0), (-1,)]), min_size=1, max_size=2)))
+    prefix = tuple(draw(st.one_of(st.integers(0, 60), st.integers(100, 330))) for _ in forest)
+    heads, key = draw(st.sampled_from([12, 9, 3])), st.integers(0, max(prefix) + 5)
+    ups = draw(st.lists(st.tuples(key, st.sampled_from([9.0, 1.5, 2.7, 4.0, 5.5, 40.0])), min_size=1, max_size=4))
+    downs = [(at + draw(st.sampled_from([1, 16, 32, 48])), -up) for at, up in ups if draw(st.booleans())]
+    row = st.integers(0, sum(map(len, forest)) * heads)
+    # Those of one score warp, of another, some, or all.
+    rows = draw(st.one_of(st.just((0, 16)), st.just((16, 64)), st.tuples(row, row).map(lambda pair: (min(pair), max(pair))), st.none()))
+    return Case("fuzz_rising", "found by Hypothesis", forest, prefix, heads=heads, rises=(*ups, *downs), rise_rows=rows,
+                dtype=draw(st.sampled_from(["bfloat16", "float16"])), logit_cap=draw(st.sampled_from([0.0, 0.0, 0.0, 3.0])),
+                deterministic=draw(st.booleans()), seed=draw(st.integers(0, 2**16)))
+
+
+@pytest.mark.kernel
+@settings(max_examples=60)
+@given(rising())
+def test_fuzz_peaks(case):
     note(f'repro: PYTHONPATH=.:tests python -c "from test_fuzz import *; run_case({case!r}, MMA)"')
     run_case(case, MMA)
