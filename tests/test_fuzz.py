@@ -88,7 +88,7 @@ def rising(draw):
 
 
 @pytest.mark.kernel
-@settings(max_examples=60)
+@settings(max_examples=3 * settings().max_examples)
 @given(rising())
 def test_fuzz_peaks(case):
     note(f'repro: PYTHONPATH=.:tests python -c "from test_fuzz import *; run_case({case!r}, MMA)"')
