@@ -91,20 +91,11 @@ __device__ __forceinline__ uint32_t move_peaks(const RowFloats<S>& maxima, float
     return __ballot_sync(ALL_LANES, grew);
 }
 
-// What the output is multiplied by before this step, and whether at all, to shared memory. g: the lane's first row in the tile; grew: nonzero in all
-// lanes or in none.
+// Weights, factors and flag of this warp to shared memory. Factors in every step: the value warps multiply all rows when one warp says so. g: the lane's
+// first row in the tile; grew: nonzero in all lanes or in none.
 template <class S>
-__device__ __forceinline__ void hand_over_factors(const RowFloats<S>& alpha, uint32_t grew, uint32_t group, uint32_t w, uint32_t g, uint32_t lane) {
-    if (lane % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < S::LANE_ROWS; ++i) shared_array<float>(S::ALPHA)[group * S::ROWS + g + 8 * i] = alpha[i];
-    }
-    if (lane == 0) shared_array<uint32_t>(S::FLAGS)[w] = grew;
-}
-
-// Weights of this warp to shared memory.
-template <class S>
-__device__ __forceinline__ void hand_over_weights(const Weights<S>& weights, uint32_t group, uint32_t g, uint32_t lane) {
+__device__ __forceinline__ void hand_over_weights(const Weights<S>& weights, const RowFloats<S>& alpha, uint32_t grew, uint32_t group, uint32_t w,
+                                                  uint32_t g, uint32_t lane) {
 #pragma unroll
     for (int n = 0; n < S::KEY_TILES; ++n) {
         // Eight rows on, the swizzle is the same: one address and constants.
@@ -112,6 +103,11 @@ __device__ __forceinline__ void hand_over_weights(const Weights<S>& weights, uin
 #pragma unroll
         for (int i = 0; i < S::LANE_ROWS; ++i) words[i * 8 * S::KEYS / 2] = weights[i / 2][n][i % 2];
     }
+    if (lane % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < S::LANE_ROWS; ++i) shared_array<float>(S::ALPHA)[group * S::ROWS + g + 8 * i] = alpha[i];
+    }
+    if (lane == 0) shared_array<uint32_t>(S::FLAGS)[w] = grew;
 }
 
 // Where a hidden score is not finite, the group zeroes the values behind it.
@@ -160,10 +156,8 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
     const uint32_t g = row_warp * S::WARP_ROWS + lane / 4;
     float* peaks = shared_array<float>(S::PEAKS);
     Walk walk = begin_walk(plan);
-    // done: steps of this CTA before the piece at hand, whose first is the turn of group done % GROUPS. ones: this warp's factors in shared memory
-    // are 1, and its flag says that they need not be looked at.
+    // Steps of this CTA before the piece at hand: its first is the turn of group done % GROUPS.
     uint32_t done = 0;
-    bool ones = false;
     // Nobody has decided anything yet: the first group may begin.
     if (walk.left != 0 && group == S::GROUPS - 1) Signal::turn_arrive(row_warp, group);
     while (walk.left != 0) {
@@ -205,26 +199,25 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
                 // This warp leaves the tensor cores to the value warps of its quarter of the SM. No data goes with it.
                 if (lane == 0) ptx::mbarrier_arrive(scored_at<S>(base, number / S::KEY_BLOCKS, row_warp));
             }
-            RowFloats<S> exact, weighed;
+            RowFloats<S> alpha, exact, weighed;
+#pragma unroll
+            for (int i = 0; i < S::LANE_ROWS; ++i) alpha[i] = 1.0f;
             Weights<S> weights;
+            uint32_t grew = 0;
             float factor = params.tensors.sm_scale * LOG2E;
             bool plain = key0 + S::KEYS <= plain_end, settled = false;
             const bool tried = plain;
 #pragma unroll 1
             while (!settled) {
                 if (!plain) {
-                    RowFloats<S> maxima, alpha;
+                    RowFloats<S> maxima;
                     factor = measure<S>(params, w, lane, number, key0, scores, maxima);
                     // The step before this one has decided its peaks, in another group.
                     if (!tried) Signal::turn_sync(row_warp, group);
-                    const uint32_t grew = move_peaks<S>(maxima, peaks + g, opening, lane, peak, total, rounded, alpha);
+                    grew = move_peaks<S>(maxima, peaks + g, opening, lane, peak, total, rounded, alpha);
                     settled = true;
                     // The peaks are decided and written: the group of the next step may go on from them.
                     if (!last || ahead > 1) Signal::turn_arrive(row_warp, group);
-                    // The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
-                    Signal::free_sync(group);
-                    hand_over_factors<S>(alpha, grew, group, w, g, lane);
-                    ones = false;
                 }
 #pragma unroll
                 for (int i = 0; i < S::LANE_ROWS; ++i) exact[i] = weighed[i] = 0.0f;
@@ -234,26 +227,16 @@ __device__ __forceinline__ void score(const VerifyParams& params, uint32_t base,
                     // The step before this one has decided its peaks, in another group.
                     Signal::turn_sync(row_warp, group);
                     plain = settled = !is_outgrown<S>(found, peak, peaks + g);
-                    if (settled) {
-                        // The peaks stay: the group of the next step may go on from them.
-                        if (!last || ahead > 1) Signal::turn_arrive(row_warp, group);
-                        // As above.
-                        Signal::free_sync(group);
-                        if (!ones) {
-                            // The value warps multiply all rows by them when the group's other warp says so.
-                            RowFloats<S> alpha;
-#pragma unroll
-                            for (int i = 0; i < S::LANE_ROWS; ++i) alpha[i] = 1.0f;
-                            hand_over_factors<S>(alpha, 0, group, w, g, lane);
-                            ones = true;
-                        }
-                    }
+                    // The peaks stay: the group of the next step may go on from them.
+                    if (settled && (!last || ahead > 1)) Signal::turn_arrive(row_warp, group);
                 }
             }
-            hand_over_weights<S>(weights, group, g, lane);
             opening = false;
             plain_end = score_mark<S>()->plain_end;
             add_rows<S>(exact, weighed, total, rounded);
+            // The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
+            Signal::free_sync(group);
+            hand_over_weights<S>(weights, alpha, grew, group, w, g, lane);
             if (ahead <= S::GROUPS) hand_over_sums<S>(total, rounded, peak, group * S::ROWS + g, lane);
             // Weights, factors and, at the end of a piece, sums are written: the value warps may read them.
             Signal::ready_arrive(base, group);

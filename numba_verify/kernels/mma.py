@@ -63,7 +63,7 @@ def build(lang: Any, config: MmaConfig) -> Callable:
     score, value, produce = score_role(lang, config, common), value_role(lang, config, common), producer_role(lang, config, common)
     score_registers, value_registers, producer_registers = _hand_over(lang, config)
     at, blocks, full_barriers = layout(config.shape, config.tile), config.tile.blocks, config.tile.full_barriers
-    scored_barriers, ready_barriers = config.tile.scored_steps * config.tile.row_warps, config.tile.groups if config.tile.holds_back else 0
+    scored_barriers, ready_barriers = config.tile.scored_steps * config.tile.row_warps, config.tile.ready_barriers
     group_threads = uint32(config.tile.row_warps * WARP)
     first_value, first_producer = uint32(SCORE_THREADS), uint32(SCORE_THREADS + VALUE_THREADS)
     full, empty, ready, scored, producers, values = (uint32(at.full), uint32(at.empty), uint32(at.ready), uint32(at.scored),

@@ -117,6 +117,11 @@ class MmaTile:
         a step is ready only when all before it are scored."""
         return self.blocks // self.key_blocks if self.holds_back else 0
 
+    @property
+    def ready_barriers(self) -> int:
+        """Mbarriers `ready`, one a group; 0 where it is a named barrier (see `mma_work.signals`)."""
+        return self.groups if self.holds_back else 0
+
     def shared_bytes(self, shape: Shape) -> int:
         return layout(shape, self).end
 
@@ -223,7 +228,7 @@ def layout(shape: Shape, tile: MmaTile) -> Layout:
     sizes = (tile.rows * row_bytes, tile.blocks * BLOCK_KEYS * row_bytes, rows * tile.keys * ITEMSIZE, tile.rows * 4,
              rows * 4, rows * 4, rows * 4, rows * 4,
              4 * SCORE_WARPS, 4 * SCORE_WARPS, 4 * (1 + VALUE_WARPS) * CURSOR_WORDS, 8 * tile.full_barriers, 8 * tile.blocks,
-             8 * tile.groups * tile.holds_back, 8 * tile.scored_steps * tile.row_warps)
+             8 * tile.ready_barriers, 8 * tile.scored_steps * tile.row_warps)
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + -(-size // 16) * 16)

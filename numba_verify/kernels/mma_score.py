@@ -159,20 +159,9 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
         return any_lane(grew)
 
     @lang.device
-    def hand_over_factors(alpha, grew, group, w, g, lane):
-        """What the output is multiplied by before this step, and whether at all, to shared memory."""
+    def hand_over_weights(weights, alpha, grew, group, w, g, lane):
+        """Weights, factors and flag of this warp to shared memory. Factors in every step: the value warps multiply all rows when one warp says so."""
         words, floats = shared(uint32(0), u32), shared(uint32(0), f32)
-        for i in range(rows_here):
-            unroll()
-            if (lane & uint32(3)) == uint32(0):
-                floats[alpha_at + group * uint32(rows) + g + uint32(8 * i)] = alpha[i]
-        if lane == uint32(0):
-            words[flags_at + w] = grew
-
-    @lang.device
-    def hand_over_weights(weights, group, g, lane):
-        """Weights of this warp to shared memory."""
-        words = shared(uint32(0), u32)
         for n in range(key_tiles):
             unroll()
             # Eight rows on, the swizzle is the same: one address and constants.
@@ -180,6 +169,12 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
             for i in range(rows_here):
                 unroll()
                 words[word + uint32(i * row_words)] = weights[(i // 2 * key_tiles + n) * 2 + i % 2]
+        for i in range(rows_here):
+            unroll()
+            if (lane & uint32(3)) == uint32(0):
+                floats[alpha_at + group * uint32(rows) + g + uint32(8 * i)] = alpha[i]
+        if lane == uint32(0):
+            words[flags_at + w] = grew
 
     @lang.device
     def score(base, t, ctas, p, requests, q_address, q_row, q_head, row_heads, visibility, words, num_rows, sm_scale, logit_cap):
@@ -197,9 +192,8 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
         cta = p * CTA_FIELDS
         r, tile, unit, left = (uint32(ctas[cta + CTA_REQUEST]), uint32(ctas[cta + CTA_TILE]), uint32(ctas[cta + CTA_UNIT]),
                                uint32(ctas[cta + CTA_COUNT]))
-        # done: steps of this CTA before the piece at hand, whose first is the turn of group done % groups. ones: this warp's factors in shared
-        # memory are 1, and its flag says that they need not be looked at.
-        done, ones = uint32(0), False
+        # Steps of this CTA before the piece at hand: its first is the turn of group done % groups.
+        done = uint32(0)
         if left != uint32(0) and group == uint32(groups - 1):
             # Nobody has decided anything yet: the first group may begin.
             turn_arrive(row_warp, group)
@@ -243,8 +237,11 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                 row_warp, group = w % uint32(row_warps), w // uint32(row_warps)
                 g = uint32(row_warp * warp_rows + (lane >> uint32(2)))
                 tell_scored(base, uint32(number // uint32(key_blocks)), row_warp, lane)
-                plain, factor, settled = uint32(key0 + uint32(keys)) <= plain_end, scale, False
+                plain, factor, grew, settled = uint32(key0 + uint32(keys)) <= plain_end, scale, uint32(0), False
                 tried = plain
+                for i in range(rows_here):
+                    unroll()
+                    alpha[i] = float32(1)
                 while not settled:
                     if not plain:
                         factor = measure(step_peak, scores, seen, key0, number, scale, sm_scale, logit_cap, requests, row_heads, visibility, words,
@@ -256,10 +253,6 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                         if not last or ahead > uint32(1):
                             # The peaks are decided and written: the group of the next step may go on from them.
                             turn_arrive(row_warp, group)
-                        # The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
-                        free_sync(group)
-                        hand_over_factors(alpha, grew, group, w, g, lane)
-                        ones = False
                     for i in range(rows_here):
                         unroll()
                         exact[i], weighed[i] = float32(0), float32(0)
@@ -270,24 +263,16 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
                         turn_sync(row_warp, group)
                         plain = outgrown(found, peak, g) == uint32(0)
                         settled = plain
-                        if settled:
-                            if not last or ahead > uint32(1):
-                                # The peaks stay: the group of the next step may go on from them.
-                                turn_arrive(row_warp, group)
-                            # As above.
-                            free_sync(group)
-                            if not ones:
-                                # The value warps multiply all rows by them when the group's other warp says so.
-                                for i in range(rows_here):
-                                    unroll()
-                                    alpha[i] = float32(1)
-                                hand_over_factors(alpha, uint32(0), group, w, g, lane)
-                                ones = True
-                hand_over_weights(weights, group, g, lane)
+                        if settled and (not last or ahead > uint32(1)):
+                            # The peaks stay: the group of the next step may go on from them.
+                            turn_arrive(row_warp, group)
                 opening, plain_end = False, marks[cursor_at + uint32(PLAIN_WORD)]
                 for i in range(rows_here):
                     unroll()
                     total[i], rounded[i] = total[i] + exact[i], rounded[i] + weighed[i]
+                # The value warps are done with this group's weights, factors and sums of before, which are overwritten now.
+                free_sync(group)
+                hand_over_weights(weights, alpha, grew, group, w, g, lane)
                 if ahead <= uint32(groups):
                     hand_over_sums(total, rounded, peak, uint32(group * uint32(rows) + g), lane)
                 # Weights, factors and, at the end of a piece, sums are written: the value warps may read them.
