@@ -167,6 +167,8 @@ __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_BLOCKS_PER_SM) combin
         const int32_t flat = merged.tile * plan.tile_rows + h, token = flat / plan.row_heads, head = flat % plan.row_heads;
         const int64_t row = merged.row + token;
         if (token >= merged.tokens || head >= plan.config.num_heads || row >= params.rows) continue;
+        // The list is older than the kernel before; partials and statistics are its work. Asked again for each item, which costs nothing.
+        ptx::griddepcontrol_wait();
         const MergedRow item = {merged.slot, merged.pieces, h, whole ? 0 : i % strips, row, head};
         if (whole) {
             merge<Element, Lanes<PARTS, 1>>(params, item, ring);
@@ -174,6 +176,8 @@ __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_BLOCKS_PER_SM) combin
             merge<Element, Lanes<1, GROUPS>>(params, item, ring);
         }
     }
+    // Also with nothing to merge: whatever comes next in the stream waits for this grid alone, which may not end before the other.
+    ptx::griddepcontrol_wait();
 }
 
 // Calls visit with the lanes' shares of a whole row.
@@ -188,7 +192,7 @@ int for_parts(const nvr_plan_config& config, Visit visit) {
     }
 }
 
-int launch_combine(const Device& device, const VerifyParams& params, void* stream) {
+int launch_combine(const Device& device, const VerifyParams& params, void* stream, bool overlap) {
     const Plan& plan = params.plan;
     const int64_t rows = static_cast<int64_t>(plan.max_merges) * plan.tile_rows;
     const int64_t needed = ceil_div(rows * plan.config.latent_dim / STRIP, COMBINE_WARPS);
@@ -198,7 +202,7 @@ int launch_combine(const Device& device, const VerifyParams& params, void* strea
     return for_dtype(plan, [&](auto element) {
         return for_parts(plan.config, [&](auto lanes) {
             return launch<combine_kernel<decltype(element), decltype(lanes)::PARTS>>(device, "combine", grid, COMBINE_THREADS, SHARED, stream,
-                                                                                     params);
+                                                                                     params, overlap);
         });
     });
 }

@@ -37,7 +37,7 @@ constexpr int CACHED_DEVICES = 64;
 
 struct CachedLimits {
     std::atomic<int> sms, shared_per_block, shared_per_sm;  // sms is written last: nonzero = all are there
-    std::atomic<bool> hands_over;
+    std::atomic<bool> hands_over, overlaps;
 };
 CachedLimits cached_limits[CACHED_DEVICES];
 
@@ -70,6 +70,7 @@ int ask_device(int ordinal, Device* device) {
 #else
     device->hands_over = false;
 #endif
+    device->overlaps = major >= 9;
     return NVR_OK;
 }
 
@@ -82,6 +83,7 @@ int get_device(int ordinal, Device* device) {
         device->shared_per_block = cached->shared_per_block.load(std::memory_order_relaxed);
         device->shared_per_sm = cached->shared_per_sm.load(std::memory_order_relaxed);
         device->hands_over = cached->hands_over.load(std::memory_order_relaxed);
+        device->overlaps = cached->overlaps.load(std::memory_order_relaxed);
         device->shared_for_wgmma = device->shared_per_block;
         return NVR_OK;
     }
@@ -90,6 +92,7 @@ int get_device(int ordinal, Device* device) {
         cached->shared_per_block.store(device->shared_per_block, std::memory_order_relaxed);
         cached->shared_per_sm.store(device->shared_per_sm, std::memory_order_relaxed);
         cached->hands_over.store(device->hands_over, std::memory_order_relaxed);
+        cached->overlaps.store(device->overlaps, std::memory_order_relaxed);
         cached->sms.store(device->sms, std::memory_order_release);
     }
     return status;
@@ -110,7 +113,7 @@ int get_device(int ordinal, Device* device) {
     constexpr int SMS = 4, SHARED_PER_BLOCK = 101376, HOPPER_SHARED = 232448;
     const char* text = getenv("CUDA_REF_HOST_SHARED");
     const int shared = text == nullptr ? SHARED_PER_BLOCK : atoi(text), hopper_shared = text == nullptr ? HOPPER_SHARED : shared;
-    *device = {ordinal, SMS, shared, hopper_shared, 2 * (shared + 1024), true};
+    *device = {ordinal, SMS, shared, hopper_shared, 2 * (shared + 1024), true, false};
     return NVR_OK;
 }
 

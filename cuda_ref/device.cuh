@@ -15,6 +15,7 @@ struct Device {
     int shared_for_wgmma;  // the same for wgmma; another number in the host build only
     int shared_per_sm;  // each resident block takes its own need and 1 KB more of it
     bool hands_over;    // there are setmaxnreg and wgmma, and code in this library that uses them
+    bool overlaps;      // a grid can start before the one before it has ended
 };
 
 // A block gets this much dynamic shared memory without asking (CUDA C++ Programming Guide, "Shared Memory").
@@ -56,22 +57,33 @@ int allow_shared(const Device& device, const char* name) {
     return NVR_OK;
 }
 
-// Enqueues kernel(params) and reads the launch's own status.
+// Enqueues kernel(params) and reads the launch's own status. overlap: where the device can, the kernel starts when the one before it in the
+// stream lets it ("programmatic dependent launch", CUDA C++ Programming Guide), and waits for that one's end by griddepcontrol_wait.
 template <auto kernel, class Params>
-int launch(const Device& device, const char* name, dim3 grid, int threads, int64_t shared, void* stream, const Params& params) {
+int launch(const Device& device, const char* name, dim3 grid, int threads, int64_t shared, void* stream, const Params& params,
+           bool overlap = false) {
     if (shared > SHARED_WITHOUT_OPT_IN) {
         const int status = allow_shared<kernel>(device, name);
         if (status != NVR_OK) return status;
     }
     void* arguments[] = {const_cast<Params*>(&params)};
-    const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), arguments,
-                                               static_cast<size_t>(shared), static_cast<cudaStream_t>(stream));
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = static_cast<size_t>(shared);
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &early;
+    config.numAttrs = overlap && device.overlaps ? 1 : 0;
+    const cudaError_t error = cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
     return error == cudaSuccess ? NVR_OK : launch_failed(name, error);
 }
 #else
 // Runs kernel(params) for the whole grid before it returns.
 template <auto kernel, class Params>
-int launch(const Device&, const char* name, dim3 grid, int threads, int64_t shared, void*, const Params& params) {
+int launch(const Device&, const char* name, dim3 grid, int threads, int64_t shared, void*, const Params& params, bool = false) {
     const auto body = [](const void* argument) { kernel(*static_cast<const Params*>(argument)); };
     const char* trouble = host::run_grid(grid, threads, static_cast<size_t>(shared), body, &params);
     return trouble == nullptr ? NVR_OK : fail(NVR_ERROR_BARRIER, "%s: %s", name, trouble);

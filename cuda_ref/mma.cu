@@ -50,7 +50,7 @@ int launch_mma(const Device& device, const VerifyParams& params, void* stream) {
     const int status = for_mma_tile(params.plan.tile, [&](auto tile) {
         return launch_mma_tile<typename decltype(tile)::type>(device, params, stream);
     });
-    return status == NVR_OK ? launch_combine(device, params, stream) : status;
+    return status == NVR_OK ? launch_combine(device, params, stream, true) : status;
 }
 
 }  // namespace nvr

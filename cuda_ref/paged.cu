@@ -93,7 +93,7 @@ int launch_paged(const Device& device, const VerifyParams& params, void* stream)
             });
         });
     });
-    return status == NVR_OK ? launch_combine(device, params, stream) : status;
+    return status == NVR_OK ? launch_combine(device, params, stream, false) : status;
 }
 
 }  // namespace nvr

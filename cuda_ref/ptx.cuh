@@ -181,6 +181,25 @@ __device__ __forceinline__ float lg2_approx_f32(float x) {
     return result;
 }
 
+// --- grids: "Parallel Synchronization and Communication Instructions: griddepcontrol" ------------------------------------------------
+
+// For a launch with `overlap` (device.cuh). Every thread of the later grid has to wait, also one with nothing to do: whatever comes next in the stream starts
+// when that grid has ended, and takes all before it for ended too. Both do nothing before sm_90, where no grid overlaps.
+
+// ".launch_dependents": as far as this block is concerned the next grid may start, where there is room for its blocks.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ".wait": returns when the grid before this one has ended and what it wrote is visible; at once after any other launch.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // --- registers: "Miscellaneous Instructions: setmaxnreg" -----------------------------------------------------------------------------
 
 // A warpgroup asks for registers (waits until there are as many) or gives some back. sm_90a only; elsewhere every thread keeps its share.

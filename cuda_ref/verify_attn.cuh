@@ -147,7 +147,8 @@ int launch_flash(const Device& device, const VerifyParams& params, void* stream)
 int launch_paged(const Device& device, const VerifyParams& params, void* stream);
 int launch_mma(const Device& device, const VerifyParams& params, void* stream);
 int launch_wgmma(const Device& device, const VerifyParams& params, void* stream);
-int launch_combine(const Device& device, const VerifyParams& params, void* stream);
+// overlap: the kernel before lets it start early.
+int launch_combine(const Device& device, const VerifyParams& params, void* stream, bool overlap);
 
 // Calls visit(Element{}) or visit(Element{}, TileShape{}, RowDims tag) with the types that the plan names.
 template <class Visit>

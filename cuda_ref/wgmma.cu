@@ -27,7 +27,7 @@ int choose_wgmma_tile(const nvr_plan_config& config, const Device& device) {
 int launch_wgmma(const Device& device, const VerifyParams& params, void* stream) {
     const int status = params.plan.config.dtype == NVR_BFLOAT16 ? launch_wgmma_of<Bf16>(device, params, stream)
                                                                 : launch_wgmma_of<Fp16>(device, params, stream);
-    return status == NVR_OK ? launch_combine(device, params, stream) : status;
+    return status == NVR_OK ? launch_combine(device, params, stream, true) : status;
 }
 
 }  // namespace nvr

@@ -55,6 +55,9 @@ __global__ void __launch_bounds__(wgmma::THREADS, 1) wgmma_kernel(VerifyParams p
             }
         }
         __syncthreads();  // hazard: all roles use the mbarriers that thread 0 makes
+        // Nothing in global memory is touched before. That combine comes after all it reads but partials is so from here on.
+        ptx::griddepcontrol_wait();
+        ptx::griddepcontrol_launch_dependents();
         if (t < FIRST_VALUE) {
             ptx::set_max_registers<C::SCORE_REGISTERS, (C::SCORE_REGISTERS > wgmma::LAUNCH_REGISTERS)>();
             wgmma::score<C>(params, base, t);
@@ -81,7 +84,7 @@ int launch_wgmma_of(const Device& device, const VerifyParams& params, void* stre
             using Tile = typename decltype(tile)::type;
             using RowDims = typename decltype(dims)::type;
             constexpr int64_t SHARED = wgmma::Layout<Tile, RowDims>::END;
-            return launch<wgmma_kernel<Element, Tile, RowDims>>(device, "wgmma", grid, wgmma::THREADS, SHARED, stream, params);
+            return launch<wgmma_kernel<Element, Tile, RowDims>>(device, "wgmma", grid, wgmma::THREADS, SHARED, stream, params, true);
         });
     });
 }

@@ -31,8 +31,8 @@ SPLITTING = ("wgmma", "mma", "paged")
 WGMMA_ARCH = "sm_90a"
 #: bfloat16 conversions and cp.async begin with Ampere.
 OLDEST_CAPABILITY = (8, 0)
-#: From Hopper on a warp can sleep at an mbarrier (try_wait).
-SUSPENDING_CAPABILITY = (9, 0)
+#: From Hopper on a warp can sleep at an mbarrier (try_wait), and a grid can start before the one before it has ended.
+HOPPER_CAPABILITY = (9, 0)
 #: A grid has at most 65,535 blocks in y, and `naive` puts 4 heads in a block.
 MAX_HEADS = 4 * 65_535
 #: SMs of the simulated device: enough that work is split and merged at shapes a simulator can run.
@@ -66,11 +66,11 @@ class Field(NamedTuple):
     nbytes: int
 
 
-def _split_sources(shape: Shape, split: work.ScheduleConfig, base2: bool) -> dict[str, KernelSource]:
-    """What goes before and after a kernel that works by the schedule `split`."""
+def _split_sources(shape: Shape, split: work.ScheduleConfig, base2: bool, overlap: bool) -> dict[str, KernelSource]:
+    """What goes before and after a kernel that works by the schedule `split`. `overlap`: that kernel lets `combine` start early."""
     return {
-        "combine": KernelSource("combine", combine.build, combine.CombineConfig(shape, split, base2), combine.SIGNATURE,
-                                combine.THREADS, combine.BLOCKS_PER_SM, combine.shared_bytes()),
+        "combine": KernelSource("combine", combine.build, combine.CombineConfig(shape, split, base2, overlap), combine.SIGNATURE,
+                                combine.THREADS, combine.BLOCKS_PER_SM, combine.shared_bytes(), overlap),
         "schedule": KernelSource("schedule", schedule.build_schedule, split, schedule.SCHEDULE_SIGNATURE,
                                  scans.SCHEDULE_THREADS, shared_bytes=scans.shared_bytes()),
         "expand": KernelSource("expand", expand.build_expand, schedule.ExpandConfig(), schedule.EXPAND_SIGNATURE,
@@ -88,16 +88,17 @@ def kernel_sources(shape: Shape, tile: TileConfig | None, num_heads: int, determ
         "flash": KernelSource("flash", flash.build, flash.FlashConfig(shape, tile), flash.SIGNATURE, flash.THREADS,
                               TILE_BLOCKS_PER_SM, shared),
         "paged": KernelSource("paged", paged.build, split, paged.SIGNATURE, paged.THREADS, TILE_BLOCKS_PER_SM, shared),
-        **_split_sources(shape, split.schedule, base2=False),
+        **_split_sources(shape, split.schedule, base2=False, overlap=False),
     }
 
 
-def mma_sources(shape: Shape, tile: MmaTile, deterministic: bool, suspend: bool) -> dict[str, KernelSource]:
-    """mma with one tile, and what goes with it. `suspend`: the GPU is sm_90 or later."""
-    config = MmaConfig(shape, tile, deterministic, suspend)
+def mma_sources(shape: Shape, tile: MmaTile, deterministic: bool, sm_90: bool) -> dict[str, KernelSource]:
+    """mma with one tile, and what goes with it. `sm_90`: the GPU is that or later."""
+    config = MmaConfig(shape, tile, deterministic, sm_90)
     return {
-        "mma": KernelSource("mma", mma.build, config, mma.SIGNATURE, mma_config.THREADS, shared_bytes=tile.shared_bytes(shape)),
-        **_split_sources(shape, config.schedule, base2=True),
+        "mma": KernelSource("mma", mma.build, config, mma.SIGNATURE, mma_config.THREADS, shared_bytes=tile.shared_bytes(shape),
+                            overlaps=sm_90),
+        **_split_sources(shape, config.schedule, base2=True, overlap=sm_90),
     }
 
 
@@ -105,8 +106,9 @@ def wgmma_sources(shape: Shape, tile: WgmmaTile, deterministic: bool) -> dict[st
     """wgmma with one tile, and what goes with it."""
     config = WgmmaConfig(shape, tile, deterministic)
     return {
-        "wgmma": KernelSource("wgmma", wgmma.build, config, wgmma.SIGNATURE, wgmma_config.THREADS, shared_bytes=tile.shared_bytes(shape)),
-        **_split_sources(shape, config.schedule, base2=True),
+        "wgmma": KernelSource("wgmma", wgmma.build, config, wgmma.SIGNATURE, wgmma_config.THREADS, shared_bytes=tile.shared_bytes(shape),
+                              overlaps=True),
+        **_split_sources(shape, config.schedule, base2=True, overlap=True),
     }
 
 
@@ -197,7 +199,7 @@ class KernelExecutor:
         shape, info = Shape(spec.latent_dim, spec.rope_dim, spec.dtype), None if spec.device is None else driver.device_info(spec.device)
         if spec.kernel == "mma":
             self.tile = tile or mma_tile(shape, spec.rows_of_a_request, info)
-            self._sources = mma_sources(shape, self.tile, spec.deterministic, info is None or info.capability >= SUSPENDING_CAPABILITY)
+            self._sources = mma_sources(shape, self.tile, spec.deterministic, info is None or info.capability >= HOPPER_CAPABILITY)
             self.tile_rows, self._row_heads, most = self.tile.rows, spec.num_heads, 1
         elif spec.kernel == "wgmma":
             self.tile = tile or wgmma_tile(shape, info)
@@ -322,7 +324,7 @@ def warm(device: int, kernel: str, num_heads: int, latent_dim: int, rope_dim: in
     families = [kernel_sources(shape, None, num_heads, deterministic)]
     if kernel == "mma":  # how many draft tokens there will be is not known: every tile that may be chosen for some number of them
         tiles = dict.fromkeys(mma_tile(shape, 64 if deterministic else num_heads * drafts, info) for drafts in (1, 2, 4, 64))
-        families = [mma_sources(shape, tile, deterministic, info.capability >= SUSPENDING_CAPABILITY) for tile in tiles]
+        families = [mma_sources(shape, tile, deterministic, info.capability >= HOPPER_CAPABILITY) for tile in tiles]
     elif kernel == "wgmma":
         families = [wgmma_sources(shape, wgmma_tile(shape, info), deterministic)]
     for sources in families:
@@ -358,7 +360,8 @@ def _launcher(source: KernelSource, device: int | None):
         kernel = _simulated(source.build, source.config)
 
         def simulate(stream: int, grid: tuple[int, int], leading: Sequence, fixed: tuple) -> None:
-            simulator.launch(kernel, grid=grid, block=source.threads, shared_bytes=source.shared_bytes, args=[*leading, *fixed])
+            simulator.launch(kernel, grid=grid, block=source.threads, shared_bytes=source.shared_bytes, args=[*leading, *fixed],
+                             overlaps=source.overlaps)
 
         return simulate
     from .gpu import launch

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from support import machine
 
-from numba_verify.gpu import simulator
+from numba_verify.backend import HOPPER_CAPABILITY
+from numba_verify.gpu import driver, simulator
 from numba_verify.gpu.compile import KernelSource
 from numba_verify.kernels import combine, work
 from numba_verify.kernels.config import Shape
@@ -39,6 +40,7 @@ class Merge(NamedTuple):
     base2: bool = False
     blocks: int = 3
     gap: int = 0
+    overlap: bool = False
 
 
 FEW = (Tile(2, 0, 0, 4), Tile(16, 1, 0, 4), Tile(3, 0, 5, 1))
@@ -65,6 +67,8 @@ MERGES = {
     "gaps_between_rows": Merge(FEW, dtype="float16", gap=8),
     "one_block": Merge(BOTH, blocks=1),
     "nothing": Merge(()),
+    "overlap": Merge(BOTH, base2=True, overlap=True),
+    "overlap_of_nothing": Merge((), overlap=True),
 }
 
 
@@ -94,8 +98,10 @@ def launched(case, table, partial, statistics, wants_lse=True):
     rows = max([merge.row + merge.tokens for merge in case.tiles], default=1)
     out = np.full((rows + 1, case.heads, case.latent_dim + case.gap), np.nan, DTYPES[case.dtype])
     lse = np.full((rows + 1, case.heads), np.nan, np.float32)
-    config = combine.CombineConfig(Shape(case.latent_dim, 0, case.dtype), work.ScheduleConfig(16, case.tile_rows, case.deterministic), case.base2)
-    source = KernelSource("combine", combine.build, config, combine.SIGNATURE, combine.THREADS, combine.BLOCKS_PER_SM, combine.shared_bytes())
+    config = combine.CombineConfig(Shape(case.latent_dim, 0, case.dtype), work.ScheduleConfig(16, case.tile_rows, case.deterministic), case.base2,
+                                   case.overlap)
+    source = KernelSource("combine", combine.build, config, combine.SIGNATURE, combine.THREADS, combine.BLOCKS_PER_SM, combine.shared_bytes(),
+                          case.overlap)
     machine.launch(source, (case.blocks, 1), [out, lse, table, partial, statistics, case.heads * (case.latent_dim + case.gap),
                                               case.latent_dim + case.gap, case.row_heads, case.heads, int(wants_lse), rows])
     return out.astype(np.float64), lse.astype(np.float64)
@@ -131,6 +137,8 @@ def check(case, got, want):
 @pytest.mark.parametrize("name", MERGES)
 def test_merge(name):
     case = MERGES[name]
+    if case.overlap and machine.HAS_GPU and driver.device_info(0).capability < HOPPER_CAPABILITY:
+        pytest.skip("grids do not overlap before sm_90")
     table, partial, statistics, used = drawn(case)
     check(case, launched(case, table, partial, statistics), expected(case, partial, statistics, used))
 

@@ -375,6 +375,7 @@ def test_assembles(tmp_path, arch):
     assert set(waits) == {"try_wait" if suspends else "test_wait"}
     assert ("mbarrier.arrive.shared.b64 state, [%r1], %r2" in re.sub(r"%r\d+\], %r\d+", "%r1], %r2", text)) == suspends
     assert ("fence.proxy.async.shared::cta" in text) == suspends
+    assert all((f"griddepcontrol.{name};" in text) == suspends for name in ("wait", "launch_dependents"))
     hopper = ("setmaxnreg.dec.sync.aligned.u32 40", "wgmma.fence.sync.aligned", "wgmma.commit_group.sync.aligned", "wgmma.wait_group.sync.aligned 1",
               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16",
               "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16", "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16")  # fmt: skip

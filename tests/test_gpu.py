@@ -149,6 +149,56 @@ def test_what_cannot_be_captured_is_refused_and_the_capture_lives_on(name, kerne
         graph.replay()
 
 
+@pytest.mark.parametrize("step", [STEPS[1], [(chain(3), 5), (chain(2), 9)]], ids=["pieces", "whole_tiles"])
+@pytest.mark.parametrize("name, kernel", KERNELS)
+def test_what_follows_in_the_stream_finds_the_result(name, kernel, step):
+    """`combine` may start before the attention has ended. Nothing waits between what is enqueued here."""
+    requests, buffers = step_requests(step), Buffers()
+    buffers.write(requests)
+    plan, out = buffers.plan(name, kernel), buffers.out
+    copies = [empty(out.shape, out.dtype) for _ in range(20)]
+    with new_stream() as stream:
+        for copy in copies:
+            driver.call("cuMemsetD8Async", out.buffer.address, 0xFF, out.buffer.nbytes, stream)
+            buffers.update(plan, stream)
+            buffers.run(plan, stream)
+            driver.call("cuMemcpyDtoDAsync", copy.buffer.address, out.buffer.address, out.buffer.nbytes, stream)
+        driver.synchronize(stream)
+    rows = sum(len(r.parents) for r in requests)
+    assert not np.isnan(out.numpy()[:rows].astype(np.float32)).any()
+    assert {copy.numpy().tobytes() for copy in copies} == {out.numpy().tobytes()}
+
+
+@pytest.mark.parametrize("name, kernel", KERNELS)
+def test_run_captured_behind_two_streams(name, kernel):
+    """What comes right before `run` is no kernel, and not one thing: a memset here, another that a second stream brings."""
+    requests, buffers = step_requests(STEPS[1]), Buffers()
+    buffers.write(requests)
+    plan, aside = buffers.plan(name, kernel), empty((1 << 20,), np.uint8)
+    buffers.run(plan, 0)
+    driver.synchronize(0)
+    alone = buffers.results(requests)
+    with new_stream() as stream, new_stream() as other:
+        fork, join = (driver.call("cuEventCreate", 0) for _ in range(2))
+
+        def record(stream):
+            driver.call("cuEventRecord", fork, stream)
+            driver.call("cuStreamWaitEvent", other, fork, 0)
+            driver.call("cuMemsetD8Async", aside.buffer.address, 1, aside.buffer.nbytes, other)
+            driver.call("cuEventRecord", join, other)
+            for array in (buffers.out, buffers.lse):
+                driver.call("cuMemsetD8Async", array.buffer.address, 0xFF, array.buffer.nbytes, stream)
+            driver.call("cuStreamWaitEvent", stream, join, 0)
+            buffers.run(plan, stream)
+
+        graph = Graph(stream, record)
+        for _ in range(3):
+            graph.replay()
+            assert buffers.results(requests) == alone
+        for event in (fork, join):
+            driver.call("cuEventDestroy", event)
+
+
 @pytest.mark.parametrize("name, kernel", KERNELS)
 def test_run_and_update_allocate_nothing(name, kernel):
     buffers = Buffers()

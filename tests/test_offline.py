@@ -25,6 +25,7 @@ from numba_verify.backend import WGMMA_ARCH, kernel_sources, mma_sources, wgmma_
 from numba_verify.errors import UnsupportedError
 from numba_verify.gpu import driver, sass
 from numba_verify.gpu.compile import OFFLINE_ARCHITECTURES, compile_kernel
+from numba_verify.kernels import work
 from numba_verify.kernels.config import SMALLEST_SHARED_BYTES, TILE_CONFIGS, Shape, TileConfig, choose_tile, unsupported_shape
 from numba_verify.kernels.mma_config import MMA_TILES, MmaConfig, MmaTile, Registers, choose_mma_tile, layout
 from numba_verify.kernels.wgmma_config import WGMMA_TILES
@@ -155,6 +156,23 @@ def check_fragments(variant, instructions):
     for kind, fewest in (("M88", 12), ("MT88", 1 if "_m64" in variant else 4)):
         targets = {match.group(1) for match in (re.match(rf"LDSM\.16\.{kind}\.4 (R\d+),", one) for one in instructions) if match}
         assert len(targets) >= fewest, f"{variant}: {len(targets)} sets of registers for fragments ({kind}), expected {fewest}"
+
+
+@pytest.mark.parametrize("arch", OFFLINE_ARCHITECTURES)
+def test_grids_start_early_and_wait(arch):
+    """From sm_90 on. Before `combine` waits it reads the merge table and nothing else, and it does not end without; `mma` touches nothing."""
+    sources = mma_sources(TUNED, MMA_TILES[-1], False, arch != "sm_80")
+    attends, merges = ([sass.opcode(one) for one in instructions_of(sources[name], arch)] for name in ("mma", "combine"))
+    if not merges:
+        pytest.skip("no nvdisasm")
+    assert sources["combine"].overlaps == ("PREEXIT" in attends) == ("ACQBULK" in merges) == (arch != "sm_80")
+    assert sources["mma"].overlaps == ("ACQBULK" in attends) == (arch != "sm_80")
+    if arch != "sm_80":
+        before = merges[:merges.index("ACQBULK")]
+        assert sum(name.startswith("LDG.") for name in before) == 3 + work.MERGE_FIELDS
+        assert not any(name.startswith(("LDGSTS", "STG", "RED", "ATOM")) for name in before)
+        assert merges[len(merges) - 1 - merges[::-1].index("EXIT") - 1] == "ACQBULK"
+        assert not any(name.startswith(("LDG", "ST", "RED", "ATOM", "PREEXIT")) for name in attends[:attends.index("ACQBULK")])
 
 
 def test_nvdisasm():

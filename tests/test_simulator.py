@@ -96,6 +96,16 @@ def test_whole_blocks_and_warps_may_leave_early():
     assert out.tolist() == [1, 1, 0, 1]
 
 
+def test_a_grid_that_overlaps_waits_in_every_thread():
+    def kernel(last):
+        if lang.tid_x() < last:
+            lang.griddepcontrol_wait()
+
+    launch(kernel, grid=(2, 1), block=64, args=[64], overlaps=True)
+    launch(kernel, grid=(2, 1), block=64, args=[63])
+    fails(kernel, "block (0, 0), thread 63: ends without griddepcontrol_wait", args=[63], overlaps=True)
+
+
 def test_the_largest_block():
     out = np.zeros(1024, np.uint32)
 

@@ -98,6 +98,10 @@ inline uint32_t f32_to_f16x2(float high, float low) {
 inline float ex2_approx_f32(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 inline float lg2_approx_f32(float x) { return log2f(x); }
 
+// Grids run one after another here.
+inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_wait() {}
+
 template <int COUNT, bool INCREASE>
 void set_max_registers() {
     static_assert(24 <= COUNT && COUNT <= 256 && COUNT % 8 == 0, "registers a thread, a multiple of 8");

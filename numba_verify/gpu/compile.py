@@ -35,7 +35,8 @@ class KernelSource:
     """One kernel variant: how to build it and what it is launched with.
 
     `build(lang, config)` returns the Python kernel; `signature` names its arguments "address", "i64" or "f32".
-    `min_blocks` is the second launch bound: blocks per SM the compiler has to leave registers for.
+    `min_blocks` is the second launch bound: blocks per SM the compiler has to leave registers for. `overlaps`: the grid may start before the
+    one before it in the stream has ended, for which it waits itself (see `grids`); sm_90 and later.
     """
 
     name: str
@@ -45,6 +46,7 @@ class KernelSource:
     threads: int
     min_blocks: int = 1
     shared_bytes: int = 0
+    overlaps: bool = False
 
     @property
     def variant(self) -> str:

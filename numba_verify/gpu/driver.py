@@ -154,6 +154,19 @@ def prepare_kernel(kernel: int, nbytes: int) -> Any:
     return function
 
 
+def overlapping_launch(grid: tuple[int, int], threads: int, shared_bytes: int) -> Any:
+    """A CUlaunchConfig, its stream still to be set, of a kernel that may start before the one before it in the stream has ended ("programmatic
+    dependent launch", CUDA C++ Programming Guide). Under capture it becomes such an edge of the graph."""
+    driver = _driver()
+    attribute, value, config = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue(), driver.CUlaunchConfig()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.id, attribute.value = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value
+    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = shared_bytes, [attribute], 1
+    return config
+
+
 def ordinal_of_pointer(address: int) -> int:
     """Which GPU the memory at `address` belongs to. DriverError when it is no device memory."""
     driver = _driver()

@@ -50,14 +50,15 @@ class Launcher:
     """
 
     def __init__(self, kernel: LoadedKernel):
-        kinds = kernel.source.signature
-        self._kernel, self._launch = kernel, driver._driver().cuLaunchKernel
+        kinds, cuda = kernel.source.signature, driver._driver()
+        self._kernel, self._launch, self._launch_with = kernel, cuda.cuLaunchKernel, cuda.cuLaunchKernelEx
         self._pack = struct.Struct("=" + "".join(_SLOT[kind] for kind in kinds)).pack_into
         self._slots = (ctypes.c_uint64 * max(len(kinds), 1))()
         begin = ctypes.addressof(self._slots)
         self._pointers = (ctypes.c_void_p * max(len(kinds), 1))(*range(begin, begin + 8 * len(kinds), 8))
         self._parameters = ctypes.addressof(self._pointers)
         self._grid = self._fixed = None  # those of the last launch: the slots behind the leading ones hold `_fixed`
+        self._overlapping: Any = None  # the configuration of a kernel that overlaps
 
     def __call__(self, stream: int, grid: tuple[int, int], leading: Sequence[int], fixed: tuple) -> None:
         """Enqueue on `stream` with the arguments `leading` (addresses), then `fixed`. The context of the device has to be current.
@@ -73,8 +74,15 @@ class Launcher:
             self._pack(self._slots, 0, *leading, *fixed)
             self._pack_leading = _addresses_packer(len(leading))
             self._head = (self._kernel.function, *grid, 1, source.threads, 1, 1, source.shared_bytes)
+            if source.overlaps:
+                self._overlapping, self._stream = driver.overlapping_launch(grid, source.threads, source.shared_bytes), None
             self._grid, self._fixed = grid, fixed
-        status, = self._launch(*self._head, stream, self._parameters, 0)
+        if self._overlapping is None:
+            status, = self._launch(*self._head, stream, self._parameters, 0)
+        else:
+            if stream != self._stream:
+                self._overlapping.hStream = self._stream = stream
+            status, = self._launch_with(self._overlapping, self._kernel.function, self._parameters, 0)
         if status:
             driver.fail("cuLaunchKernel", status)
 

@@ -8,7 +8,7 @@ bare literal such as `1.0` turns an expression into float64, which is slow; writ
 converted in silence, but unsigned 32-bit arithmetic widens to 64 bits in numba, so wrap results in `uint32(...)`.
 
 Warp-wide instructions (shfl, vote, ldmatrix, mma, bar.warp.sync) want all 32 lanes: the member mask is always full. What a
-warpgroup executes together (wgmma, setmaxnreg) comes from `warpgroup.py`.
+warpgroup executes together (wgmma, setmaxnreg) comes from `warpgroup.py`, the order of grids from `grids.py`.
 """
 
 import numpy
@@ -17,6 +17,7 @@ from numba.cuda import libdevice, types
 from numba.cuda.extending import intrinsic
 
 from . import intrinsics, operands
+from .grids import griddepcontrol_launch_dependents, griddepcontrol_wait  # noqa: F401 (part of this vocabulary)
 from .intrinsics import GLOBAL_SPACE, SHARED_SPACE, expression, instruction, llvm_intrinsic, vector_load, vector_store
 from .warpgroup import (  # noqa: F401 (part of this vocabulary)
     fence_proxy_async,

@@ -46,6 +46,7 @@ class Thread(greenlet):
         self.tid = tid
         self.lane = tid % WARP
         self.returned = False
+        self.has_waited = False  # griddepcontrol_wait
         self.copies = Copies(tid)
 
     def run_kernels(self):
@@ -58,11 +59,14 @@ class Thread(greenlet):
                 raise
             except Exception as error:
                 raise SimulatorError(describe_failure(self, error)) from error
+            if block.overlaps and not self.has_waited:
+                raise SimulatorError(f"block {block.index}, thread {self.tid}: ends without griddepcontrol_wait, "
+                                     "so that its grid may end before the one before it")
             self.returned = True
             block.wait()
 
     def begin(self):
-        self.returned = False
+        self.returned = self.has_waited = False
         self.copies = Copies(self.tid)
 
 
@@ -83,10 +87,11 @@ class Together:
 class Block:
     """The block in progress: its threads, its shared memory and the queue of threads that can run."""
 
-    def __init__(self, kernel, args, threads, shared_bytes, grid_width, check_races):
+    def __init__(self, kernel, args, threads, shared_bytes, grid_width, check_races, overlaps):
         self.kernel = kernel
         self.args = args
         self.grid_width = grid_width
+        self.overlaps = overlaps
         self.index = None
         self.hub = getcurrent()
         self.shared = SharedMemory(shared_bytes)
@@ -201,13 +206,14 @@ def _check_geometry(grid, block, shared_bytes):
 
 
 def launch(kernel: Callable, grid: tuple[int, int], block: int, shared_bytes: int = 0, args: Sequence = (),
-           check_races: bool = False, seed: int | None = None) -> None:
+           check_races: bool = False, seed: int | None = None, overlaps: bool = False) -> None:
     """Run `kernel(*args)` for a grid of blocks; returns when all are done.
 
     grid: (x, y) blocks. block: threads, a multiple of 32. shared_bytes: dynamic shared memory, filled with 0xFF when a
     block starts. args: NumPy arrays (the kernel sees their address and works on their memory, strided views included),
     `Address` objects, numbers. check_races: report shared-memory accesses of two threads that no barrier orders, and
-    negative indices (slower). seed: run the blocks, and the threads of each, in a shuffled order.
+    negative indices (slower). seed: run the blocks, and the threads of each, in a shuffled order. overlaps: see `KernelSource`; a thread
+    that ends without griddepcontrol_wait is reported.
 
     Raises SimulatorError, naming block, threads and source lines, for diverging barriers and warp-wide instructions,
     accesses out of bounds or misaligned, races, and every exception in a thread; ValueError for a geometry that no GPU
@@ -217,7 +223,7 @@ def launch(kernel: Callable, grid: tuple[int, int], block: int, shared_bytes: in
     width, height = (int(n) for n in grid)
     indices = [(x, y) for y in range(height) for x in range(width)]
     current = Block(kernel, [_argument(position, value) for position, value in enumerate(args)], int(block),
-                    int(shared_bytes), width, check_races)
+                    int(shared_bytes), width, check_races, overlaps)
     order = list(current.threads)
     shuffle = (lambda items: None) if seed is None else random.Random(seed).shuffle
     shuffle(indices)

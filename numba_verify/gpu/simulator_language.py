@@ -459,6 +459,19 @@ def mbarrier_wait(suspend):
     return mbarrier_wait
 
 
+# --- grids ------------------------------------------------------------------------------------------------------------
+
+# Grids run one after another here. What is checked is that every thread of one that may overlap waits (see `simulator.launch`).
+
+
+def griddepcontrol_launch_dependents():
+    return None
+
+
+def griddepcontrol_wait():
+    getcurrent().has_waited = True
+
+
 # --- tensor cores -----------------------------------------------------------------------------------------------------
 
 

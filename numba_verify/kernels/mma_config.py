@@ -184,10 +184,11 @@ class TensorConfig:
 
 @dataclass(frozen=True)
 class MmaConfig(TensorConfig):
-    """`mma` with one `MmaTile`. `suspend`: wait for an mbarrier by try_wait (sm_90 and later) or by polling."""
+    """`mma` with one `MmaTile`. `sm_90`: for GPUs from that on. It waits for an mbarrier by try_wait, else by polling, and lets `combine` start
+    early."""
 
     kernel: ClassVar[str] = "mma"
-    suspend: bool
+    sm_90: bool
 
     @property
     def layout(self) -> Layout:

@@ -19,7 +19,7 @@ from .work import CTA_COUNT, CTA_FIELDS, CTA_REQUEST, CTA_TILE, CTA_UNIT, KV_LEN
 def producer_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     """Device function that one producer thread runs from start to end."""
     uint32, uint64, int64, unroll, u32 = lang.uint32, lang.uint64, lang.int64, lang.unroll, lang.u32
-    copy, landed, wait = lang.cp_async_16_zfill, lang.cp_async_mbarrier_arrive_noinc, lang.mbarrier_wait(config.suspend)
+    copy, landed, wait = lang.cp_async_16_zfill, lang.cp_async_mbarrier_arrive_noinc, lang.mbarrier_wait(config.sm_90)
     commit, wait_for_copies = lang.cp_async_commit, lang.cp_async_wait_group(0)
     _, byte_offset = key_functions(lang, ITEMSIZE)
     steps, place, blocks = parts.walk, parts.swizzle, parts.ring

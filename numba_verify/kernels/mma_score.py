@@ -46,7 +46,7 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     """Device function that one score thread runs from start to end."""
     uint32, uint64, int64, float32, unroll = lang.uint32, lang.uint64, lang.int64, lang.float32, lang.unroll
     shared, f32, u32, exp2 = lang.shared, lang.f32, lang.u32, lang.ex2_approx_f32
-    opaque, any_lane, wait = lang.opaque, lang.vote_sync_any, lang.mbarrier_wait(config.suspend)
+    opaque, any_lane, wait = lang.opaque, lang.vote_sync_any, lang.mbarrier_wait(config.sm_90)
     tile, at, fields = config.tile, layout(config.shape, config.tile), REQUEST_FIELDS
     steps, place, blocks, signal = parts.walk, parts.swizzle, parts.ring, parts.signals
     find, stop_of, units_of, row_offset, weight_offset = steps.find, steps.stop, steps.units, place.row, place.weight

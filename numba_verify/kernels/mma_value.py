@@ -145,7 +145,7 @@ def _holding(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
     ready: if the step is of its own group, its next product, which may last as long as the ring does; else often a product about to end, after
     which it is at its softmax and leaves the tensor cores alone. So steps of other groups wait for that. No data goes with it.
     """
-    uint32, holds_back, listen, scored_at = lang.uint32, config.tile.holds_back, lang.mbarrier_wait(config.suspend), config.layout.scored
+    uint32, holds_back, listen, scored_at = lang.uint32, config.tile.holds_back, lang.mbarrier_wait(config.sm_90), config.layout.scored
     place_of, phase_of, row_warps, groups = parts.scored.place, parts.scored.phase, config.tile.row_warps, config.tile.groups
 
     @lang.device

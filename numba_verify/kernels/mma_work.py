@@ -162,7 +162,7 @@ def signals(lang: Any, config: MmaConfig) -> Signals:
     hold back all. Elsewhere it is a named barrier, at which warps sleep on every GPU.
     """
     tile, ready_at = config.tile, lang.uint32(config.layout.ready)
-    wait, arrive = lang.mbarrier_wait(config.suspend), lang.mbarrier_arrive
+    wait, arrive = lang.mbarrier_wait(config.sm_90), lang.mbarrier_arrive
     uint32, groups, members = lang.uint32, lang.uint32(tile.groups), WARP * tile.row_warps
     score, pair, handed = lang.named_barrier(1, SCORE_THREADS), lang.numbered_barrier(members), lang.numbered_barrier(2 * WARP)
     both, bar_warp_sync = lang.numbered_barrier(members + VALUE_THREADS), lang.bar_warp_sync

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from cuda.bindings import driver as bindings
 
 from numba_verify import arrays, memory
 from numba_verify.gpu import driver, launch
@@ -68,7 +69,8 @@ class FakeGpu:
         self.launched: list[Launched] = []
         self.launch_seconds = 0.0
         self._next, self._sources = DEVICE_BYTES // 2, {}
-        api = SimpleNamespace(cuLaunchKernel=self._launch)
+        api = SimpleNamespace(**{name: value for name, value in vars(bindings).items() if name.startswith("CUlaunch")},
+                              cuLaunchKernel=self._launch, cuLaunchKernelEx=self._launch_overlapping)
         info = driver.DeviceInfo(0, "Fake GPU", (9, 0), 4, 232_448, 233_472, 1 << 20)
         for name, value in {"device_info": lambda ordinal: info, "context": lambda ordinal: nullcontext(), "_driver": lambda: api,
                             "unavailable": lambda: "", "is_capturing": lambda stream: False, "StagedUpload": self._staged_upload,
@@ -107,14 +109,25 @@ class FakeGpu:
         self._sources[source.name] = source
         return SimpleNamespace(source=source, function=source.name)
 
-    def _launch(self, function, x, y, z, threads, *rest) -> tuple[int]:
-        _, _, shared_bytes, stream, parameters, extra = rest
+    def _launch(self, function, x, y, z, threads, _, __, shared_bytes, stream, parameters, extra) -> tuple[int]:
+        assert not self._sources[function].overlaps
+        return self._keep(function, (x, y, z), (threads, 1, 1), shared_bytes, stream, parameters, extra)
+
+    def _launch_overlapping(self, config, function, parameters, extra) -> tuple[int]:
+        attribute, = config.attrs
+        assert self._sources[function].overlaps and config.numAttrs == 1
+        assert attribute.id == bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
+        grid, block = ([getattr(config, f"{what}Dim{axis}") for axis in "XYZ"] for what in ("grid", "block"))
+        return self._keep(function, tuple(grid), tuple(block), config.sharedMemBytes, int(config.hStream), parameters, extra)
+
+    def _keep(self, function, grid, block, shared_bytes, stream, parameters, extra) -> tuple[int]:
         source = self._sources[function]
-        assert (z, threads, shared_bytes, extra) == (1, source.threads, source.shared_bytes, 0)
+        assert (grid[2], block, shared_bytes, extra) == (1, (source.threads, 1, 1), source.shared_bytes, 0)
         if self.launch_seconds:
             time.sleep(self.launch_seconds)
         types = {"address": ctypes.c_uint64, "i64": ctypes.c_int64, "f32": ctypes.c_float}
         pointers = (ctypes.c_void_p * len(source.signature)).from_address(parameters)
         arguments = tuple(types[kind].from_address(pointer).value for kind, pointer in zip(source.signature, pointers, strict=True))
-        self.launched.append(Launched(function, (x, y), stream, arguments))
+        self.launched.append(Launched(function, grid[:2], stream, arguments))
         return 0,

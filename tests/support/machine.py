@@ -69,7 +69,8 @@ def launch(source: Any, grid: tuple[int, int], arguments: Sequence[Any]) -> None
     """Run one kernel (a KernelSource) where the kernels run. Its arrays are NumPy arrays, and hold what it left there afterwards."""
     if not HAS_GPU:
         kernel = source.build(simulator.language(), source.config)
-        simulator.launch(kernel, grid=grid, block=source.threads, shared_bytes=source.shared_bytes, args=arguments)
+        simulator.launch(kernel, grid=grid, block=source.threads, shared_bytes=source.shared_bytes, args=arguments,
+                         overlaps=source.overlaps)
         return
     from numba_verify.gpu.launch import LoadedKernel
 

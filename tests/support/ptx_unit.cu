@@ -191,8 +191,10 @@ __global__ void __launch_bounds__(PRODUCERS + 64, 1) ring_kernel(Params params) 
         ptx::mbarrier_init(empty + 8 * threadIdx.x, 2);
     }
     __syncthreads();  // hazard: nobody may use a barrier before it is made
+    ptx::griddepcontrol_wait();  // returns at once: nothing overlaps here
     if (threadIdx.x < PRODUCERS) {
         ptx::set_max_registers<40, false>();
+        ptx::griddepcontrol_launch_dependents();
         produce_blocks(params, ring, full, empty);
     } else {
         consume_blocks(params, full, empty);
@@ -406,7 +408,7 @@ struct Case {
     const char* name;
     int threads;
     int64_t shared;
-    int (*launch)(const Device&, const char*, dim3, int, int64_t, void*, const Params&);
+    int (*launch)(const Device&, const char*, dim3, int, int64_t, void*, const Params&, bool);
 };
 
 const Case CASES[] = {
@@ -458,7 +460,7 @@ int run(const Case& unit, size_t in_bytes, size_t out_bytes) {
     const Params params = {static_cast<unsigned char*>(in), static_cast<int64_t>(in_bytes), static_cast<unsigned char*>(out)};
     Device device;
     int status = get_device(0, &device);
-    if (status == NVR_OK) status = unit.launch(device, unit.name, dim3(1), unit.threads, unit.shared, nullptr, params);
+    if (status == NVR_OK) status = unit.launch(device, unit.name, dim3(1), unit.threads, unit.shared, nullptr, params, false);
     if (status == NVR_OK) status = fetch(host, out, out_bytes);
     if (status != NVR_OK) {
         fputs(last_error_text(), stderr);

@@ -173,6 +173,18 @@ def volatile_case(name, instruction):
                 check)
 
 
+def build_grids(lang, config):
+    """As after a launch that does not overlap: nothing is waited for."""
+    pointer, f32, tid, go_on, wait = lang.pointer, lang.f32, lang.tid_x, lang.griddepcontrol_launch_dependents, lang.griddepcontrol_wait
+
+    def kernel(x, y):
+        go_on()
+        wait()
+        pointer(y, f32)[tid()] = pointer(x, f32)[tid()]
+
+    return kernel
+
+
 def build_tests(lang, config):
     """Every thread looks at both phases of an mbarrier that is fresh, and again when all have arrived."""
     uint32, u32, tid, pointer, shared_address = lang.uint32, lang.u32, lang.tid_x, lang.pointer, lang.shared_address
@@ -239,5 +251,7 @@ SIGNALS = [
     volatile_case("prefetch_global_l1", r"prefetch\.global\.L1 \[%rd\d+\];"),
     sums_case("cp_async_mbarrier_arrive_noinc", build_copies, r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64 \[%r\d+\];", width=4),
     copied_case("set_max_registers", build_registers, r"setmaxnreg\.dec\.sync\.aligned\.u32 40;", needs="sm_90a"),
+    copied_case("griddepcontrol_launch_dependents", build_grids, r"griddepcontrol\.launch_dependents;", needs="sm_90"),
+    copied_case("griddepcontrol_wait", build_grids, r"griddepcontrol\.wait;", needs="sm_90"),
     copied_case("st_global_v2_f32", build_pairs, r"st\.global\.v2\.[bf]32", floats=2),
 ]
