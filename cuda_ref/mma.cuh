@@ -63,9 +63,7 @@ __global__ void __launch_bounds__(mma::THREADS, 1) mma_kernel(VerifyParams param
             }
         }
         __syncthreads();  // hazard: all roles use the mbarriers that thread 0 makes
-        // Nothing in global memory is touched before. That combine comes after all it reads but partials is so from here on.
-        ptx::griddepcontrol_wait();
-        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_launch_dependents();  // combine: as soon as a CTA of this kernel has left room; it waits for all of them
         if (t < mma::SCORE_THREADS) {
             if constexpr (C::HANDS_OVER) ptx::set_max_registers<mma::SCORE_REGISTERS, true>();
             mma::score<C>(params, base, t);
@@ -91,9 +89,9 @@ int launch_mma_tile(const Device& device, const VerifyParams& params, void* stre
         using RowDims = typename decltype(dims)::type;
         constexpr int64_t SHARED = mma::Layout<Tile, RowDims>::END;
         if (plan.config.dtype == NVR_BFLOAT16) {
-            return launch<mma_kernel<Bf16, Tile, RowDims>>(device, "mma", grid, mma::THREADS, SHARED, stream, params, true);
+            return launch<mma_kernel<Bf16, Tile, RowDims>>(device, "mma", grid, mma::THREADS, SHARED, stream, params);
         }
-        return launch<mma_kernel<Fp16, Tile, RowDims>>(device, "mma", grid, mma::THREADS, SHARED, stream, params, true);
+        return launch<mma_kernel<Fp16, Tile, RowDims>>(device, "mma", grid, mma::THREADS, SHARED, stream, params);
     });
 }
 

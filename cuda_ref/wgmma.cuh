@@ -55,9 +55,7 @@ __global__ void __launch_bounds__(wgmma::THREADS, 1) wgmma_kernel(VerifyParams p
             }
         }
         __syncthreads();  // hazard: all roles use the mbarriers that thread 0 makes
-        // Nothing in global memory is touched before. That combine comes after all it reads but partials is so from here on.
-        ptx::griddepcontrol_wait();
-        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_launch_dependents();  // combine: as soon as a CTA of this kernel has left room; it waits for all of them
         if (t < FIRST_VALUE) {
             ptx::set_max_registers<C::SCORE_REGISTERS, (C::SCORE_REGISTERS > wgmma::LAUNCH_REGISTERS)>();
             wgmma::score<C>(params, base, t);
@@ -84,7 +82,7 @@ int launch_wgmma_of(const Device& device, const VerifyParams& params, void* stre
             using Tile = typename decltype(tile)::type;
             using RowDims = typename decltype(dims)::type;
             constexpr int64_t SHARED = wgmma::Layout<Tile, RowDims>::END;
-            return launch<wgmma_kernel<Element, Tile, RowDims>>(device, "wgmma", grid, wgmma::THREADS, SHARED, stream, params, true);
+            return launch<wgmma_kernel<Element, Tile, RowDims>>(device, "wgmma", grid, wgmma::THREADS, SHARED, stream, params);
         });
     });
 }

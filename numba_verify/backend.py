@@ -96,8 +96,7 @@ def mma_sources(shape: Shape, tile: MmaTile, deterministic: bool, sm_90: bool) -
     """mma with one tile, and what goes with it. `sm_90`: the GPU is that or later."""
     config = MmaConfig(shape, tile, deterministic, sm_90)
     return {
-        "mma": KernelSource("mma", mma.build, config, mma.SIGNATURE, mma_config.THREADS, shared_bytes=tile.shared_bytes(shape),
-                            overlaps=sm_90),
+        "mma": KernelSource("mma", mma.build, config, mma.SIGNATURE, mma_config.THREADS, shared_bytes=tile.shared_bytes(shape)),
         **_split_sources(shape, config.schedule, base2=True, overlap=sm_90),
     }
 
@@ -106,8 +105,7 @@ def wgmma_sources(shape: Shape, tile: WgmmaTile, deterministic: bool) -> dict[st
     """wgmma with one tile, and what goes with it."""
     config = WgmmaConfig(shape, tile, deterministic)
     return {
-        "wgmma": KernelSource("wgmma", wgmma.build, config, wgmma.SIGNATURE, wgmma_config.THREADS, shared_bytes=tile.shared_bytes(shape),
-                              overlaps=True),
+        "wgmma": KernelSource("wgmma", wgmma.build, config, wgmma.SIGNATURE, wgmma_config.THREADS, shared_bytes=tile.shared_bytes(shape)),
         **_split_sources(shape, config.schedule, base2=True, overlap=True),
     }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import cases, machine, mma_cases, twin
+from support.grids import check_lets_combine_start, check_waits
 from support.twin import H200_SHARED
 from support.units import needs_nvcc
 
@@ -151,3 +152,18 @@ def test_products_follow_each_other(tmp_path):
     # last, and none that ptxas put in.
     waits = [name for name in code if name.startswith("WARPGROUP.DEPBAR")]
     assert len(waits) == 6
+    check_lets_combine_start(code)
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.skipif(sass.find_nvdisasm() is None, reason="needs nvdisasm")
+def test_combine_waits(tmp_path):
+    """Every variant, for the GPUs on which it may start before the partials are there."""
+    nvcc, cubin = toolchain.find_nvcc(), tmp_path / "combine.cubin"
+    toolchain.run([str(nvcc.path), *build.NVCC_FLAGS, *nvcc.flags, "-arch=sm_90a", "-cubin", str(build.SOURCE_DIR / "combine.cu"), "-o",
+                   str(cubin)], "compiling failed")  # fmt: skip
+    kernels = sass.opcodes(cubin.read_bytes())
+    assert len(kernels) == 12  # three dtypes, four widths
+    for code in kernels.values():
+        check_waits(code, 2 + 5)

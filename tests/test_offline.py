@@ -19,6 +19,7 @@ import re
 
 import pytest
 from support import recorded
+from support.grids import check_lets_combine_start, check_waits
 
 from asv_bench.benchmarks import common, resources
 from numba_verify.backend import WGMMA_ARCH, kernel_sources, mma_sources, wgmma_sources
@@ -109,6 +110,7 @@ def test_resources_on_tensor_cores(source, arch):
     check_instructions(source.variant, opcodes)
     if instructions and source.variant.startswith("mma"):
         check_fragments(source.variant, instructions)
+        check_rare_steps(source.variant, opcodes)
     handed_over = [name for name in opcodes if "SETMAXREG" in name]
     assert len(handed_over) == (3 if opcodes and source.config.tile.registers else 0), f"{source.variant} {arch}: {handed_over}"
 
@@ -158,21 +160,25 @@ def check_fragments(variant, instructions):
         assert len(targets) >= fewest, f"{variant}: {len(targets)} sets of registers for fragments ({kind}), expected {fewest}"
 
 
-@pytest.mark.parametrize("arch", OFFLINE_ARCHITECTURES)
-def test_grids_start_early_and_wait(arch):
-    """From sm_90 on. Before `combine` waits it reads the merge table and nothing else, and it does not end without; `mma` touches nothing."""
-    sources = mma_sources(TUNED, MMA_TILES[-1], False, arch != "sm_80")
-    attends, merges = ([sass.opcode(one) for one in instructions_of(sources[name], arch)] for name in ("mma", "combine"))
+def check_rare_steps(variant, opcodes):
+    """What only masked steps need is worked out in them. LLVM likes to do that in every step, between the scores and their softmax, where all wait
+    for it: 59 instructions, 1.5 % of the time (docs/facts.md). Additions of accumulators have to be there."""
+    last = max(i for i, name in enumerate(opcodes) if name.startswith("HMMA"))
+    branch = next(i for i in range(last, len(opcodes)) if opcodes[i].startswith("BRA"))
+    between = [name for name in opcodes[last + 1:branch] if name != "FADD"]
+    assert len(between) <= 30, f"{variant}: {len(between)} instructions between the last product and the branch for masked steps: {between}"
+
+
+@pytest.mark.parametrize("kernel, arch", [("mma", "sm_80"), ("mma", "sm_90a"), ("mma", "sm_120"), ("wgmma", "sm_90a")])
+def test_combine_starts_early_and_waits(kernel, arch):
+    sources = wgmma_sources(TUNED, WGMMA_TILES[0], False) if kernel == "wgmma" else mma_sources(TUNED, MMA_TILES[-1], False, arch != "sm_80")
+    attends, merges = ([sass.opcode(one) for one in instructions_of(sources[name], arch)] for name in (kernel, "combine"))
     if not merges:
         pytest.skip("no nvdisasm")
-    assert sources["combine"].overlaps == ("PREEXIT" in attends) == ("ACQBULK" in merges) == (arch != "sm_80")
-    assert sources["mma"].overlaps == ("ACQBULK" in attends) == (arch != "sm_80")
+    assert sources["combine"].overlaps == ("PREEXIT" in attends) == ("ACQBULK" in merges) == (arch != "sm_80") and not sources[kernel].overlaps
     if arch != "sm_80":
-        before = merges[:merges.index("ACQBULK")]
-        assert sum(name.startswith("LDG.") for name in before) == 3 + work.MERGE_FIELDS
-        assert not any(name.startswith(("LDGSTS", "STG", "RED", "ATOM")) for name in before)
-        assert merges[len(merges) - 1 - merges[::-1].index("EXIT") - 1] == "ACQBULK"
-        assert not any(name.startswith(("LDG", "ST", "RED", "ATOM", "PREEXIT")) for name in attends[:attends.index("ACQBULK")])
+        check_lets_combine_start(attends)
+        check_waits(merges, 3 + work.MERGE_FIELDS)
 
 
 def test_nvdisasm():

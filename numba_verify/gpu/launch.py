@@ -84,7 +84,7 @@ class Launcher:
                 self._overlapping.hStream = self._stream = stream
             status, = self._launch_with(self._overlapping, self._kernel.function, self._parameters, 0)
         if status:
-            driver.fail("cuLaunchKernel", status)
+            driver.fail("cuLaunchKernel" if self._overlapping is None else "cuLaunchKernelEx", status)
 
 
 _lock = threading.Lock()

@@ -104,6 +104,7 @@ def build(lang: Any, config: CombineConfig) -> Callable:
     uint32, uint64, int64, pointer, i64, f32 = lang.uint32, lang.uint64, lang.int64, lang.pointer, lang.i64, lang.f32
     tid, block_x, blocks_x, shared_address = lang.tid_x, lang.ctaid_x, lang.nctaid_x, lang.shared_address
     rows, strips, wait_for_partials = config.schedule.tile_rows, config.strips, _wait_for_partials(lang, config)
+    quotient = lang.quotient_u32
     merge_strip, merge_row = _merge(lang, config, 1, GROUPS), _merge(lang, config, -(-config.shape.latent_dim // (COLUMNS * WARP)), 1)
 
     def combine(out_address, lse_address, merges_address, partial_address, statistics_address,
@@ -124,7 +125,7 @@ def build(lang: Any, config: CombineConfig) -> Callable:
             h = uint32(index - tile * uint32(rows))
             at = (int64(1) + int64(tile) if whole else last - int64(tile)) * int64(MERGE_FIELDS)
             flat = uint32(uint32(merges[at + MERGE_TILE]) * uint32(rows) + h)
-            token = uint32(flat // uint32(row_heads))
+            token = quotient(flat, uint32(row_heads))
             head, row = uint32(flat - token * uint32(row_heads)), merges[at + MERGE_ROW] + int64(token)
             if int64(token) < merges[at + MERGE_TOKENS] and int64(head) < num_heads and row < num_rows:
                 first, pieces = uint32(merges[at + MERGE_SLOT]), uint32(merges[at + MERGE_PIECES])

@@ -55,16 +55,16 @@ def _hand_over(lang: Any, config: MmaConfig) -> tuple[Callable, Callable, Callab
     return tuple(lang.set_max_registers(count, count > launched) for count in registers)
 
 
-def _order_of_grids(lang: Any, config: MmaConfig) -> tuple[Callable, Callable]:
-    """Functions: wait for the grid before; let `combine` start as soon as a CTA has left room for it. They do nothing before sm_90."""
+def _let_combine_start(lang: Any, config: MmaConfig) -> Callable:
+    """Function by which a CTA lets `combine` start, as soon as a CTA of this kernel has left room for it; it does nothing before sm_90."""
     if config.sm_90:
-        return lang.griddepcontrol_wait, lang.griddepcontrol_launch_dependents
+        return lang.griddepcontrol_launch_dependents
 
     @lang.device
     def go_on():
         return None
 
-    return go_on, go_on
+    return go_on
 
 
 def build(lang: Any, config: MmaConfig) -> Callable:
@@ -74,7 +74,7 @@ def build(lang: Any, config: MmaConfig) -> Callable:
     common = parts(lang, config)
     score, value, produce = score_role(lang, config, common), value_role(lang, config, common), producer_role(lang, config, common)
     score_registers, value_registers, producer_registers = _hand_over(lang, config)
-    wait_for_inputs, let_combine_start = _order_of_grids(lang, config)
+    let_combine_start = _let_combine_start(lang, config)
     at, blocks, full_barriers = layout(config.shape, config.tile), config.tile.blocks, config.tile.full_barriers
     scored_barriers, ready_barriers = config.tile.scored_steps * config.tile.row_warps, config.tile.ready_barriers
     group_threads = uint32(config.tile.row_warps * WARP)
@@ -100,8 +100,6 @@ def build(lang: Any, config: MmaConfig) -> Callable:
                 init(uint32(base + scored + uint32(8 * b)), uint32(1))
         # The mbarriers exist before anybody uses them.
         bar_sync()
-        # Nothing in global memory is touched before. That `combine` comes after all it reads but partials is so from here on.
-        wait_for_inputs()
         let_combine_start()
         if t < first_value:
             score_registers()

@@ -102,14 +102,14 @@ def mask_of(lang: Any, config: MmaConfig) -> Mask:
     uint32, uint64, float32, unroll = lang.uint32, lang.uint64, lang.float32, lang.unroll
     row_tiles, key_tiles = config.tile.warp_rows // 16, config.tile.keys // 8
     row_bits, minus_infinity = _row_bits(lang, min(config.tile.keys, WORD_KEYS)), float32(-float("inf"))
-    spans = seen_words(config)
+    spans, quotient = seen_words(config), lang.quotient_u32
 
     @lang.device
     def look(seen, key, flat, last, row_heads, q_begin, visibility, words, prefix, kv_len, lane):
         """key: first of the step; flat: the lane's first row in the request; last: the request's last draft token."""
         for i in range(2 * row_tiles):
             unroll()
-            token = uint32(flat + uint32(8 * i)) // row_heads
+            token = quotient(uint32(flat + uint32(8 * i)), row_heads)
             token = token if token < last else last
             where = (q_begin + uint64(token)) * uint64(words)
             for s in range(spans):

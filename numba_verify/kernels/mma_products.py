@@ -18,7 +18,7 @@ def queries(lang: Any, config: MmaConfig, place: Swizzle) -> Callable:
     copy, commit, wait = lang.cp_async_16_zfill, lang.cp_async_commit, lang.cp_async_wait_group(0)
     row_offset, rows_a_pass = place.row, SCORE_THREADS // THREADS_PER_ROW
     passes, segments = config.tile.rows // rows_a_pass, config.shape.row_dim * ITEMSIZE // (16 * THREADS_PER_ROW)
-    offset, item = uint32(layout(config.shape, config.tile).q), uint64(ITEMSIZE)
+    offset, item, quotient = uint32(layout(config.shape, config.tile).q), uint64(ITEMSIZE), lang.quotient_u32
 
     @lang.device
     def load(base, t, first, row_heads, rows, q_address, q_begin, q_row, q_head):
@@ -28,7 +28,7 @@ def queries(lang: Any, config: MmaConfig, place: Swizzle) -> Callable:
             unroll()
             row = uint32((t >> uint32(3)) + uint32(i * rows_a_pass))
             flat = uint32(first + row)
-            token = flat // row_heads
+            token = quotient(flat, row_heads)
             head = uint32(flat - token * row_heads)
             valid = flat < rows
             source = q_address

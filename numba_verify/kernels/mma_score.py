@@ -100,7 +100,8 @@ def score_role(lang: Any, config: MmaConfig, parts: Parts) -> Callable:
             first = uint32(poison_at + group * uint32(row_warps))
             found = marks[first] | marks[first + uint32(row_warps - 1)]
             if found != uint32(0):
-                zero_poisoned(uint32(row_warp * uint32(32) + lane), number, key0, prefix)
+                # Opaque: or LLVM works out all its addresses in every step, between the scores and their softmax.
+                zero_poisoned(opaque(uint32(row_warp * uint32(32) + lane)), opaque(number), key0, prefix)
         factor = to_log2(scores, scale, sm_scale, logit_cap)
         if masked:
             factor = hide(scores, seen, factor)

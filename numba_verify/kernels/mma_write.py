@@ -36,7 +36,7 @@ def _rows(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_tiles: 
     uint32, uint64, unroll, float32, shared, f32 = lang.uint32, lang.uint64, lang.unroll, lang.float32, lang.shared, lang.f32
     pointer, u32, store2, log2, exp2 = lang.pointer, lang.u32, lang.st_global_v2_f32, lang.lg2_approx_f32, lang.ex2_approx_f32
     pack = lang.f32_to_bf16x2 if shape.dtype == "bfloat16" else lang.f32_to_f16x2
-    latent, column_tiles = shape.latent_dim, columns // 8
+    latent, column_tiles, quotient = shape.latent_dim, columns // 8, lang.quotient_u32
     totals_at, rounded_at, references_at = at.totals // 4, at.rounded // 4, at.references // 4
     columns, ln2, minus_infinity = uint32(columns), float32(LN_2), float32(-float("inf"))
 
@@ -75,7 +75,7 @@ def _rows(lang: Any, shape: Shape, at: Sums, rows: int, groups: int, row_tiles: 
             unroll()
             inverse, flat = inverses[i], uint32(first + g + uint32(8 * i))
             if flat < valid:
-                token = flat // row_heads
+                token = quotient(flat, row_heads)
                 head = uint32(flat - token * row_heads)
                 words = pointer(out_address, u32)
                 where = ((q_begin + uint64(token)) * out_row + uint64(head) * out_head + uint64(part * columns)) >> uint64(1)

@@ -48,7 +48,7 @@ def build(lang: Any, config: WgmmaConfig) -> Callable:
     common, launched = parts(lang, config), 65_536 // THREADS
     score, value, produce = score_role(lang, config, common), value_role(lang, config, common), producer_role(lang, config, common)
     score_registers, value_registers, producer_registers = (lang.set_max_registers(n, n > launched) for n in config.tile.registers)
-    wait_for_inputs, let_combine_start = lang.griddepcontrol_wait, lang.griddepcontrol_launch_dependents
+    let_combine_start = lang.griddepcontrol_launch_dependents
     at, slots, first_value, first_producer = config.layout, config.tile.slots, uint32(WARPGROUP), uint32((1 + VALUE_GROUPS) * WARPGROUP)
     full, empty, ready, scored = uint32(at.full), uint32(at.empty), uint32(at.ready), uint32(at.scored)
 
@@ -66,8 +66,7 @@ def build(lang: Any, config: WgmmaConfig) -> Callable:
                 init(uint32(base + scored + uint32(8 * s)), uint32(SCORE_WARPS))
         # The mbarriers are there before anybody uses one.
         bar_sync()
-        # Nothing in global memory is touched before. That `combine` comes after all it reads but partials is so from here on.
-        wait_for_inputs()
+        # As soon as a CTA of this kernel has left room for it; `combine` itself waits for all of them.
         let_combine_start()
         if t < first_value:
             score_registers()

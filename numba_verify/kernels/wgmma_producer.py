@@ -42,7 +42,7 @@ def _queries(lang: Any, config: WgmmaConfig, parts: Parts, copy_row: Callable) -
     wait, place_of, phase_of = lang.mbarrier_wait(True), parts.ring.place, parts.ring.phase
     tile, at, size = config.tile, config.layout, uint32(block_bytes(config))
     slots, passes = tile.q_slots, ROWS // tile.q_slots // PASS_ROWS
-    full_at, empty_at, item = uint32(at.full), uint32(at.empty), uint64(ITEMSIZE)
+    full_at, empty_at, item, quotient = uint32(at.full), uint32(at.empty), uint64(ITEMSIZE), lang.quotient_u32
 
     @lang.device
     def fetch(base, target, number, row, sub, first, row_heads, rows, q_address, q_begin, q_row, q_head):
@@ -54,7 +54,7 @@ def _queries(lang: Any, config: WgmmaConfig, parts: Parts, copy_row: Callable) -
             for j in range(passes):
                 unroll()
                 flat = uint32(first + row + uint32((uint32(i) * uint32(passes) + uint32(j)) * uint32(PASS_ROWS)))
-                token = flat // row_heads
+                token = quotient(flat, row_heads)
                 valid, source = flat < rows, q_address
                 if valid:
                     source = q_address + ((q_begin + uint64(token)) * q_row + uint64(flat - token * row_heads) * q_head) * item
