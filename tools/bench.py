@@ -36,17 +36,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"bench: {why}; the figures are shown and not kept")
     about = results.machine()
     print(f"bench: {commit[:8] or 'no commit'} on {about[0]}: {about[1]['cpu']}", flush=True)
-    failed, found = False, []
+    failed, target = False, None
     for name in files(ROOT):
         one, status = measure(ROOT, ["--file", name, *(part for pattern in options.bench for part in ("--bench", pattern))])
         failed |= status != 0
-        if one and one["results"]:
-            found.append(one)
-    if why or options.dry_run:
-        return int(failed)
-    for one in found:
-        target = results.store(commit, results.date_of(commit), one, about)
-    if found:
+        if one and one["results"] and not (why or options.dry_run):
+            # At once: a GPU that is lent may be taken back.
+            target = results.store(commit, results.date_of(commit), one, about)
+    if target:
         print(f"bench: kept in {target.relative_to(ROOT)}\n")
         compare(about[0], commit)
     return int(failed)
