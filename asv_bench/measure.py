@@ -11,6 +11,7 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import math
 import platform
 import re
 import subprocess
@@ -79,7 +80,7 @@ def measure(patterns: list[str], stems: list[str]) -> dict[str, Any]:
         keys = common.all_keys(family)
         if name not in results:
             reprs = [[repr(value) for value in axis] for axis in family.params]
-            results[name] = [[None] * len(keys), reprs, getattr(family, track).version, round(1e3 * time.time()), 0.0, []]
+            results[name] = [[math.nan] * len(keys), reprs, getattr(family, track).version, round(1e3 * time.time()), 0.0, []]
         row = results[name]
         row[0][keys.index(params)] = value
         row[4] = round(time.time() - begin, 3)

@@ -33,11 +33,12 @@ class Timing(NamedTuple):
 
 
 class Replay:
-    """Functions (each takes a stream handle) captured in one CUDA graph. Close it to free the graph."""
+    """Functions (each takes a stream handle) captured in one CUDA graph. Close it to free the graph; until then the functions are kept, and with
+    them the plans and arrays whose memory the graph works on."""
 
     def __init__(self, ordinal: int, calls: Sequence[Callable[[int], None]]):
         kinds = driver._driver()
-        self.calls, self._ordinal = len(calls), ordinal
+        self.calls, self._ordinal, self._kept = len(calls), ordinal, tuple(calls)
         with contextlib.ExitStack() as undo, driver.context(ordinal):
             self._stream = driver.call("cuStreamCreate", kinds.CUstream_flags.CU_STREAM_NON_BLOCKING)
             undo.callback(driver.call, "cuStreamDestroy", self._stream)
@@ -69,6 +70,7 @@ class Replay:
     def close(self) -> None:
         with driver.context(self._ordinal):
             self._undo.close()
+        self._kept = ()
 
 
 class Replayed(Protocol):

@@ -143,7 +143,7 @@ def _merged(before: list[Any] | None, row: list[Any], measured: list[int]) -> li
     """`row` with the figures of `before` where none was measured, if it is of the same parameters and version."""
     if not before or before[1:3] != row[1:3]:
         return row
-    values = list(before[0] or [None] * len(row[0]))
+    values = list(before[0] or [math.nan] * len(row[0]))
     for i in measured:
         values[i] = row[0][i]
     return [values, *row[1:]]

@@ -78,10 +78,13 @@ def replaced(text: str, tables: dict[str, str], name: str) -> str:
 
 def read(files: list[Path]) -> dict[str, Any]:
     """The result files as one: gpu, driver, version, dates, figures by (shape, implementation, kernel), and those of mma with a tile
-    that the shape did not choose."""
+    that the shape did not choose. A file with such, which `bench --tile` writes, has the chosen tile once more: it counts where no other file
+    has it."""
     whole: dict[str, Any] = {"dates": {}, "figures": {}, "tiles": []}
-    for path in files:
-        part = json.loads(path.read_text(encoding="utf-8"))
+    parts = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files]
+    parts.sort(key=lambda one: any("override" in figure for figure in one[1]["figures"]))
+    for path, part in parts:
+        tiles = any("override" in figure for figure in part["figures"])
         for key in ("gpu", "driver", "version"):
             if whole.setdefault(key, part[key]) != part[key]:
                 raise ValueError(f"{path.name}: expected {key} {whole[key]!r} like the files before it, got {part[key]!r}")
@@ -91,6 +94,8 @@ def read(files: list[Path]) -> dict[str, Any]:
                 whole["tiles"].append({**figure, "file": path.name})
                 continue
             key = (figure["shape"], figure["implementation"], figure["kernel"])
+            if tiles and key in whole["figures"]:
+                continue
             if key in whole["figures"]:
                 raise ValueError(f"{path.name}: {' '.join(key)} was measured twice; keep one of the two")
             whole["figures"][key] = {**figure, "file": path.name}

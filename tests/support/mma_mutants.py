@@ -65,7 +65,7 @@ MMA_MUTANTS = [
     # Rows: which query is read, and which row is written.
     one("head_of_the_next_row", "mma_products", "head = uint32(flat - token * row_heads)", "head = uint32(flat + 1) % row_heads", MMA, WRONG_OUT),
     one("queries_beyond_the_request", "mma_products", "valid = flat < rows", "valid = True", NO_PADDING, OUTSIDE),
-    one("mask_of_the_first_row", "mma_mask", "token = quotient(uint32(flat + uint32(8 * i)), row_heads)", "token = quotient(flat, row_heads)", MMA, WRONG_OUT),
+    one("mask_of_the_first_row", "mma_mask", "quotient(uint32(flat + uint32(8 * i)), row_heads)", "quotient(flat, row_heads)", MMA, WRONG_OUT),
     one("head_of_a_finished_row", "mma_write", "head = uint32(flat - token * row_heads)", "head = flat % uint32(row_heads - 1)", MMA, ANY),
     one("write_padding_rows", "mma_write", "            if flat < valid:\n                token", "            if True:\n                token", MMA,
         f"{GUARD}|{OUTSIDE}|{WRONG_OUT}"),
