@@ -183,8 +183,8 @@ __device__ __forceinline__ float lg2_approx_f32(float x) {
 
 // --- grids: "Parallel Synchronization and Communication Instructions: griddepcontrol" ------------------------------------------------
 
-// For a launch with `overlap` (device.cuh). Every thread of the later grid has to wait, also one with nothing to do: whatever comes next in the stream starts
-// when that grid has ended, and takes all before it for ended too. Both do nothing before sm_90, where no grid overlaps.
+// For a launch with `overlap` (device.cuh). Every thread of the later grid has to wait, also one with nothing to do: whatever comes next in the
+// stream starts when that grid has ended, and takes all before it for ended too. Both do nothing before sm_90, where no grid overlaps.
 
 // ".launch_dependents": as far as this block is concerned the next grid may start, where there is room for its blocks.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
