@@ -131,15 +131,20 @@ def test_support_speaks_like_the_twin():
     assert "wgmma is compiled for 512/64" in cuda_ref.backend.support("wgmma", 8, 256, 0, "bfloat16", 1, None)
 
 
+def opcodes_of(source, tmp_path):
+    """Opcodes of every kernel that nvcc makes of a file of cuda_ref for sm_90a, by mangled name."""
+    nvcc, cubin = toolchain.find_nvcc(), tmp_path / "code.cubin"
+    toolchain.run([str(nvcc.path), *build.NVCC_FLAGS, *nvcc.flags, "-arch=sm_90a", "-cubin", str(build.SOURCE_DIR / source), "-o", str(cubin)],
+                  "compiling failed")  # fmt: skip
+    return sass.opcodes(cubin.read_bytes())
+
+
 @needs_nvcc
 @pytest.mark.slow
 @pytest.mark.skipif(sass.find_nvdisasm() is None, reason="needs nvdisasm")
 def test_products_follow_each_other(tmp_path):
     """In the kernel of 512/64: between two products of a step nothing but a few uniform instructions, which make descriptors."""
-    nvcc, cubin = toolchain.find_nvcc(), tmp_path / "wgmma.cubin"
-    toolchain.run([str(nvcc.path), *build.NVCC_FLAGS, *nvcc.flags, "-arch=sm_90a", "-cubin", str(build.SOURCE_DIR / "wgmma_bf16.cu"), "-o",
-                   str(cubin)], "compiling failed")  # fmt: skip
-    (code,) = (code for name, code in sass.opcodes(cubin.read_bytes()).items() if "DimsILi512ELi64E" in name)
+    (code,) = (code for name, code in opcodes_of("wgmma_bf16.cu", tmp_path).items() if "DimsILi512ELi64E" in name)
     # Scores are made at two places: plain steps and all others.
     for product, count, sites in (("HGMMA.64x48x16.F32.BF16", 36, 2), ("HGMMA.64x128x16.F32.BF16", 6, 1)):
         places = [i for i, name in enumerate(code) if name == product]
@@ -160,10 +165,7 @@ def test_products_follow_each_other(tmp_path):
 @pytest.mark.skipif(sass.find_nvdisasm() is None, reason="needs nvdisasm")
 def test_combine_waits(tmp_path):
     """Every variant, for the GPUs on which it may start before the partials are there."""
-    nvcc, cubin = toolchain.find_nvcc(), tmp_path / "combine.cubin"
-    toolchain.run([str(nvcc.path), *build.NVCC_FLAGS, *nvcc.flags, "-arch=sm_90a", "-cubin", str(build.SOURCE_DIR / "combine.cu"), "-o",
-                   str(cubin)], "compiling failed")  # fmt: skip
-    kernels = sass.opcodes(cubin.read_bytes())
+    kernels = opcodes_of("combine.cu", tmp_path)
     assert len(kernels) == 12  # three dtypes, four widths
     for code in kernels.values():
         check_waits(code, 2 + 5)

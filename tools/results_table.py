@@ -82,9 +82,8 @@ def read(files: list[Path]) -> dict[str, Any]:
     has it."""
     whole: dict[str, Any] = {"dates": {}, "figures": {}, "tiles": []}
     parts = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files]
-    parts.sort(key=lambda one: any("override" in figure for figure in one[1]["figures"]))
-    for path, part in parts:
-        tiles = any("override" in figure for figure in part["figures"])
+    parts = [(any("override" in figure for figure in part["figures"]), path, part) for path, part in parts]
+    for tiles, path, part in sorted(parts, key=lambda one: one[0]):
         for key in ("gpu", "driver", "version"):
             if whole.setdefault(key, part[key]) != part[key]:
                 raise ValueError(f"{path.name}: expected {key} {whole[key]!r} like the files before it, got {part[key]!r}")

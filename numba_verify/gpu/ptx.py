@@ -3,12 +3,11 @@
 Kernels are factories, `def build(lang, config): ...`, and `lang` is this module or its twin `simulator.language()`, which has the same names in
 plain Python. Titles in quotation marks are those of the PTX ISA manual. Kernel arguments are 64-bit addresses and scalars, several results a tuple.
 
-Register classes: u16 "h", u32 / i32 "r", u64 / i64 "l", f32 "f". A float64 where an f32 is due is a typing error: a
-bare literal such as `1.0` turns an expression into float64, which is slow; write `float32(1.0)`. Integers are
-converted in silence, but unsigned 32-bit arithmetic widens to 64 bits in numba, so wrap results in `uint32(...)`.
+Register classes: u16 "h", u32 / i32 "r", u64 / i64 "l", f32 "f". A float64 where an f32 is due is a typing error: a bare literal such as `1.0`
+makes float64 of an expression; write `float32(1.0)`. Integers convert in silence, but unsigned 32-bit arithmetic widens to 64: wrap it in `uint32`.
 
-Warp-wide instructions (shfl, vote, ldmatrix, mma, bar.warp.sync) want all 32 lanes: the member mask is always full. What a
-warpgroup executes together (wgmma, setmaxnreg) comes from `warpgroup.py`, the order of grids from `grids.py`.
+Warp-wide instructions (shfl, vote, ldmatrix, mma, bar.warp.sync) want all 32 lanes: the member mask is always full.
+What a warpgroup executes together (wgmma, setmaxnreg) comes from `warpgroup.py`, the order of grids from `grids.py`.
 """
 
 import numpy

@@ -87,24 +87,12 @@ def grid(config: CombineConfig, sm_count: int, max_partials: int) -> tuple[int, 
     return min(sm_count * BLOCKS_PER_SM, -(-rows * config.strips // WARPS)), 1
 
 
-def _wait_for_partials(lang: Any, config: CombineConfig) -> Callable:
-    """Function that returns when the kernel before has ended and what it wrote is there; it does nothing where that is so from the start."""
-    if config.overlap:
-        return lang.griddepcontrol_wait
-
-    @lang.device
-    def go_on():
-        return None
-
-    return go_on
-
-
 def build(lang: Any, config: CombineConfig) -> Callable:
     """The kernel for `config` in the vocabulary `lang`."""
     uint32, uint64, int64, pointer, i64, f32 = lang.uint32, lang.uint64, lang.int64, lang.pointer, lang.i64, lang.f32
     tid, block_x, blocks_x, shared_address = lang.tid_x, lang.ctaid_x, lang.nctaid_x, lang.shared_address
-    rows, strips, wait_for_partials = config.schedule.tile_rows, config.strips, _wait_for_partials(lang, config)
-    quotient = lang.quotient_u32
+    rows, strips, quotient = config.schedule.tile_rows, config.strips, lang.quotient_u32
+    overlap, wait_for_partials = config.overlap, lang.griddepcontrol_wait
     merge_strip, merge_row = _merge(lang, config, 1, GROUPS), _merge(lang, config, -(-config.shape.latent_dim // (COLUMNS * WARP)), 1)
 
     def combine(out_address, lse_address, merges_address, partial_address, statistics_address,
@@ -131,13 +119,15 @@ def build(lang: Any, config: CombineConfig) -> Callable:
                 first, pieces = uint32(merges[at + MERGE_SLOT]), uint32(merges[at + MERGE_PIECES])
                 out_at, lse_at = uint64(row) * uint64(out_row) + uint64(head) * uint64(out_head), uint64(row) * uint64(num_heads) + uint64(head)
                 # The table is older than the kernel before; partials and statistics are its work. Asked again for each item, which costs nothing.
-                wait_for_partials()
+                if overlap:
+                    wait_for_partials()
                 if whole:
                     merge_row(ring, lane, first, pieces, h, strip, partial_address, statistics, out_address, out_at, lse_address, lse_at, flags)
                 else:
                     merge_strip(ring, lane, first, pieces, h, strip, partial_address, statistics, out_address, out_at, lse_address, lse_at, flags)
         # Also with nothing to merge: whatever comes next in the stream waits for this grid alone, which may not end before the other.
-        wait_for_partials()
+        if overlap:
+            wait_for_partials()
 
     return combine
 

@@ -55,18 +55,6 @@ def _hand_over(lang: Any, config: MmaConfig) -> tuple[Callable, Callable, Callab
     return tuple(lang.set_max_registers(count, count > launched) for count in registers)
 
 
-def _let_combine_start(lang: Any, config: MmaConfig) -> Callable:
-    """Function by which a CTA lets `combine` start, as soon as a CTA of this kernel has left room for it; it does nothing before sm_90."""
-    if config.sm_90:
-        return lang.griddepcontrol_launch_dependents
-
-    @lang.device
-    def go_on():
-        return None
-
-    return go_on
-
-
 def build(lang: Any, config: MmaConfig) -> Callable:
     """The kernel for `config` in the vocabulary `lang`."""
     uint32, uint64, int64, pointer, i64, u32 = lang.uint32, lang.uint64, lang.int64, lang.pointer, lang.i64, lang.u32
@@ -74,7 +62,7 @@ def build(lang: Any, config: MmaConfig) -> Callable:
     common = parts(lang, config)
     score, value, produce = score_role(lang, config, common), value_role(lang, config, common), producer_role(lang, config, common)
     score_registers, value_registers, producer_registers = _hand_over(lang, config)
-    let_combine_start = _let_combine_start(lang, config)
+    sm_90, let_combine_start = config.sm_90, lang.griddepcontrol_launch_dependents
     at, blocks, full_barriers = layout(config.shape, config.tile), config.tile.blocks, config.tile.full_barriers
     scored_barriers, ready_barriers = config.tile.scored_steps * config.tile.row_warps, config.tile.ready_barriers
     group_threads = uint32(config.tile.row_warps * WARP)
@@ -100,7 +88,9 @@ def build(lang: Any, config: MmaConfig) -> Callable:
                 init(uint32(base + scored + uint32(8 * b)), uint32(1))
         # The mbarriers exist before anybody uses them.
         bar_sync()
-        let_combine_start()
+        if sm_90:
+            # As soon as a CTA of this kernel has left room for it; `combine` itself waits for all of them.
+            let_combine_start()
         if t < first_value:
             score_registers()
             score(base, t, ctas, p, requests, q_address, uint64(q_row), uint64(q_head), uint32(num_heads), pointer(visibility_address, u32), words,

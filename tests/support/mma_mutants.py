@@ -152,7 +152,7 @@ MMA_MUTANTS = [
     one("combine_in_base_e", "combine", "exp2(difference if base2 else difference * log2e)", "exp2(difference * log2e)", CUT, WRONG_OUT),
     one("combined_lse_in_base_e", "combine", "value = (base + log2(total)) * ln2 if base2 else", "value = base + log2(total) * ln2 if base2 else",
         CUT, WRONG_LSE),
-    one("combine_ends_early", "combine", "not end before the other.\n        wait_for_partials()\n", "not end before the other.\n", CUT,
+    one("combine_ends_early", "combine", "the other.\n        if overlap:\n            wait_for_partials()\n", "the other.\n", CUT,
         "ends without griddepcontrol_wait"),
     one("peaks_not_left", "mma_write", "statistics[where] = peak", "statistics[where] = total", CUT, WRONG_OUT),
     one("sums_not_left", "mma_write", "statistics[where + uint64(1)] = total", "statistics[where + uint64(1)] = peak", CUT, WRONG_OUT),
