@@ -342,7 +342,8 @@ def test_asv_runs_an_offline_benchmark(tmp_path):
     # A copy may have a .git without all objects.
     if subprocess.run(["git", "rev-list", "--objects", "--quiet", "HEAD"], cwd=ROOT, capture_output=True).returncode:
         pytest.skip("asv reads the git history, and this tree has none")
-    environment = {**os.environ, "HOME": str(tmp_path), "ASV_PYTHONPATH": str(ROOT)}
+    # asv keeps the machine's name in HOME; git's settings (a tree of another owner wants `safe.directory`) stay those of the user.
+    environment = {"GIT_CONFIG_GLOBAL": str(Path.home() / ".gitconfig"), **os.environ, "HOME": str(tmp_path), "ASV_PYTHONPATH": str(ROOT)}
     config = (ROOT / "asv_bench" / "asv.conf.json").read_text()
     places = {
         '"repo": ".."': ROOT,
@@ -354,7 +355,8 @@ def test_asv_runs_an_offline_benchmark(tmp_path):
         config = config.replace(text, f"{text.split(':')[0]}: {json.dumps(str(place))}")
     (tmp_path / "asv.conf.json").write_text(config)
     common_arguments = ["--config", str(tmp_path / "asv.conf.json")]
-    subprocess.run([sys.executable, "-m", "asv", "machine", "--yes", *common_arguments], env=environment, check=True, capture_output=True)
+    named = subprocess.run([sys.executable, "-m", "asv", "machine", "--yes", *common_arguments], env=environment, capture_output=True, text=True)
+    assert named.returncode == 0, named.stdout + named.stderr
     done = subprocess.run(
         [
             sys.executable,
