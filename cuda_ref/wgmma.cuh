@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(wgmma::THREADS, 1) wgmma_kernel(VerifyParams p
         if (t == 0) {
             for (uint32_t s = 0; s < C::SLOTS; ++s) {
                 ptx::mbarrier_init(wgmma::barrier_at<C::FULL>(base, s), wgmma::WARPGROUP);
-                ptx::mbarrier_init(wgmma::barrier_at<C::EMPTY>(base, s), wgmma::VALUE_WARPS);
+                ptx::mbarrier_init(wgmma::barrier_at<C::EMPTY>(base, s), wgmma::VALUE_GROUPS * wgmma::WARPGROUP);
                 ptx::mbarrier_init(wgmma::barrier_at<C::READY>(base, s), wgmma::WARPGROUP);
                 ptx::mbarrier_init(wgmma::barrier_at<C::SCORED>(base, s), wgmma::SCORE_WARPS);
             }

@@ -49,12 +49,9 @@ __device__ __forceinline__ void take_queries(uint32_t base, uint32_t number, uin
 #pragma unroll
         for (int i = 0; i < S::WARP_ROWS; ++i) target[i * ROW_WORDS] = moved[i];
     }
-    // All lanes have read their part of Q.
-    __syncwarp();
-    if (lane != 0) return;
-    // Arrivals that value warps make at other slots: they have no use for Q.
+    // This lane has its part of Q. The arrivals that value threads make at other slots: they have no use for Q.
     for (int i = 0; i < S::Q_SLOTS; ++i) {
-        ptx::mbarrier_arrive_count(barrier_at<S::EMPTY>(base, place_of<S::SLOTS>(number + i)), VALUE_WARPS / SCORE_WARPS);
+        ptx::mbarrier_arrive_count(barrier_at<S::EMPTY>(base, place_of<S::SLOTS>(number + i)), VALUE_GROUPS);
     }
 }
 

@@ -54,10 +54,9 @@ __device__ __forceinline__ void end_step(Output<V>& output) {
 }
 
 template <class V>
-__device__ __forceinline__ void release(uint32_t base, uint32_t place, uint32_t lane) {
-    // All lanes have read what they want of the slot's factors and sums, and its weights and values are multiplied: it may be filled again.
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier_at<V::EMPTY>(base, place));
+__device__ __forceinline__ void release(uint32_t base, uint32_t place) {
+    // This thread has read what it wants of the slot's factors and sums, and its weights and values are multiplied: it may be filled again.
+    ptx::mbarrier_arrive(barrier_at<V::EMPTY>(base, place));
 }
 
 // One value thread from start to end. t: thread of the role.
@@ -103,7 +102,7 @@ __device__ __forceinline__ void value(const VerifyParams& params, uint32_t base,
             if (holds_back) ptx::mbarrier_wait(barrier_at<V::SCORED>(base, place), ~parities >> place & 1);
             end_step<V>(output);
             ++number;
-            if (number != end) release<V>(base, place, lane);
+            if (number != end) release<V>(base, place);
         }
         // The mark, written by one lane, is there for all.
         __syncwarp();
@@ -114,8 +113,9 @@ __device__ __forceinline__ void value(const VerifyParams& params, uint32_t base,
         const uint32_t row = here / WARP % SCORE_WARPS * 16 + lane / 4, column = here / WARPGROUP * V::COLUMNS + 2 * (lane % 4);
         PieceSums<V> sums;
         read_sums<V>(at_hand, here, row, sums);
-        // Only now, with the sums read: see Layout. The mark may be put down anew as well.
-        release<V>(base, place_of<V::SLOTS>(end - 1), lane);
+        // Only now, with the sums read: see Layout.
+        release<V>(base, place_of<V::SLOTS>(end - 1));
+        __syncwarp();  // hazard: all lanes have read the mark, which is put down anew for the next piece
         write_piece<V>(params, mark, at_hand, sums, here, row, column, output);
         go_on<V>(plan, at_hand.count, &walk);
         ++piece;

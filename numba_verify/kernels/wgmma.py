@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .wgmma_config import THREADS, VALUE_GROUPS, VALUE_WARPS, WARPGROUP, WgmmaConfig
+from .wgmma_config import THREADS, VALUE_GROUPS, WARPGROUP, WgmmaConfig
 from .wgmma_producer import producer_role
 from .wgmma_score import WARPS as SCORE_WARPS
 from .wgmma_score import score_role
@@ -61,7 +61,7 @@ def build(lang: Any, config: WgmmaConfig) -> Callable:
         if t == uint32(0):
             for s in range(slots):
                 init(uint32(base + full + uint32(8 * s)), uint32(WARPGROUP))
-                init(uint32(base + empty + uint32(8 * s)), uint32(VALUE_WARPS))
+                init(uint32(base + empty + uint32(8 * s)), uint32(VALUE_GROUPS * WARPGROUP))
                 init(uint32(base + ready + uint32(8 * s)), uint32(WARPGROUP))
                 init(uint32(base + scored + uint32(8 * s)), uint32(SCORE_WARPS))
         # The mbarriers are there before anybody uses one.

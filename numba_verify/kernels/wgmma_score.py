@@ -20,7 +20,7 @@ from .mma_mask import mask_of, poison_remover, seen_words
 from .mma_softmax import GROWN_SUM, GROWTH, Softmax, softmax_of
 from .mma_work import block_bytes
 from .tile import LOG2_E
-from .wgmma_config import PATTERN_BYTES, ROWS, SEGMENT_STEPS, SUM_PLACES, VALUE_WARPS, WARPGROUP, WgmmaConfig
+from .wgmma_config import PATTERN_BYTES, ROWS, SEGMENT_STEPS, SUM_PLACES, VALUE_GROUPS, WARPGROUP, WgmmaConfig
 from .wgmma_work import Operand, Parts, operand
 from .work import KV_LEN, PREFIX, Q_BEGIN, Q_LEN, REQUEST_FIELDS
 
@@ -37,13 +37,13 @@ def _queries(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
     uint32, unroll, shared, u32 = lang.uint32, lang.unroll, lang.shared, lang.u32
     wait, ldmatrix, arrive_for = lang.mbarrier_wait(True), lang.ldmatrix_x4, lang.mbarrier_arrive_count
     place_of, phase_of, row_offset = parts.ring.place, parts.ring.phase, parts.swizzle.row
-    at, size, slots, warp_sync = config.layout, uint32(block_bytes(config)), config.tile.q_slots, lang.bar_warp_sync
+    at, size, slots = config.layout, uint32(block_bytes(config)), config.tile.q_slots
     held, segments, segment = min(config.tile.q_segments, config.segments), config.segments, config.segment_bytes
     slot_rows, row_words, all_row_words = uint32(ROWS // slots), SEGMENT_BYTES // 4, ROWS * SEGMENT_BYTES // 4
     ring_at, q_at, full_at, empty_at, steps = uint32(at.ring), at.q // 4, uint32(at.full), uint32(at.empty), SEGMENT_STEPS
     new_moved = lang.local_array(16, u32)
-    # Arrivals that value warps make at other slots: they have no use for Q.
-    share = uint32(VALUE_WARPS // WARPS)
+    # What the value threads make at other slots: they have no use for Q.
+    arrivals = uint32(VALUE_GROUPS)
 
     @lang.device
     def take(q, base, number, w, lane):
@@ -76,11 +76,9 @@ def _queries(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
             for i in range(16):
                 unroll()
                 words[target + uint32(i * row_words)] = moved[i]
-        # All lanes have read their part of Q.
-        warp_sync()
-        if lane == uint32(0):
-            for i in range(slots):
-                arrive_for(uint32(base + empty_at + (place_of(uint32(number + uint32(i))) << uint32(3))), share)
+        # This lane has its part of Q.
+        for i in range(slots):
+            arrive_for(uint32(base + empty_at + (place_of(uint32(number + uint32(i))) << uint32(3))), arrivals)
 
     return take
 

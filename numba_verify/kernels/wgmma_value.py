@@ -111,11 +111,9 @@ def value_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
         return uint32(cursors_at + (t >> uint32(5)) * uint32(CURSOR_WORDS))
 
     @lang.device
-    def release(base, place, lane):
-        # All lanes have read what they want of the slot's factors and sums, and its weights and values are multiplied: it may be filled again.
-        warp_sync()
-        if lane == uint32(0):
-            arrive(uint32(base + empty_at + (place << uint32(3))))
+    def release(base, place):
+        # This thread has read what it wants of the slot's factors and sums, and its weights and values are multiplied: it may be filled again.
+        arrive(uint32(base + empty_at + (place << uint32(3))))
 
     @lang.device
     def value(base, t, ctas, p, requests_address, out_address, out_row, out_head, lse_address, partial_address, statistics_address, row_heads,
@@ -164,7 +162,7 @@ def value_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
                 end_step(output)
                 number = uint32(number + uint32(1))
                 if number != end:
-                    release(base, place, lane)
+                    release(base, place)
             # The cursor, written by one lane, is there for all.
             warp_sync()
             here = opaque(t)
@@ -176,8 +174,10 @@ def value_role(lang: Any, config: WgmmaConfig, parts: Parts) -> Callable:
             g, inverses = uint32(w * uint32(16) + (lane >> uint32(2))), new_inverses()
             sums = uint32((piece % uint32(SUM_PLACES)) * uint32(ROWS))
             peak, total = read(inverses, here, sums, uint32(0), count, g)
-            # Only now, with the sums read: see `WgmmaTile.__post_init__`. The cursor may be put down anew as well.
-            release(base, place_of(uint32(end - uint32(1))), lane)
+            # Only now, with the sums read: see `WgmmaTile.__post_init__`.
+            release(base, place_of(uint32(end - uint32(1))))
+            # All lanes have picked up the cursor, which is put down anew for the next piece.
+            warp_sync()
             write(output, inverses, peak, total, sums, uint32(0), count, here, part, g, lane, requests, r, tile, unit == uint32(0) and stop == units,
                   at_slot, row_heads, num_rows, flags, out_address, out_row, out_head, lse_address, partial_address, statistics_address)
             left, unit, number, piece = uint32(left - count), stop, end, uint32(piece + uint32(1))
