@@ -26,8 +26,8 @@ const char* const STATUS_NAMES[] = {"NVR_OK",
                                     "NVR_ERROR_BARRIER"};
 static_assert(sizeof(STATUS_NAMES) / sizeof(STATUS_NAMES[0]) == NVR_ERROR_BARRIER + 1, "a name for each status");
 
-// Shortest share of a CTA, keys.
-constexpr int32_t PAGED_MIN_KEYS = 128, MMA_MIN_KEYS = 256;
+// Shortest share of a CTA, keys; and keys that a CTA does in the time by which each piece delays all others (see cuts.cuh).
+constexpr int32_t MIN_KEYS = 128, MMA_MERGE_KEYS = 2, WGMMA_MERGE_KEYS = 5;
 
 // Kernels on tensor cores. Each cuts work into tiles of its own, of rows of several tokens.
 bool uses_tensor_cores(int kernel) { return kernel == NVR_KERNEL_MMA || kernel == NVR_KERNEL_WGMMA; }
@@ -46,7 +46,7 @@ void shape_for_tensor_cores(Plan* plan, int tile) {
     plan->tile_rows = size.rows;
     plan->tile_keys = size.keys;
     plan->row_heads = plan->config.num_heads;
-    plan->min_keys = MMA_MIN_KEYS;
+    plan->merge_keys = plan->config.kernel == NVR_KERNEL_WGMMA ? WGMMA_MERGE_KEYS : MMA_MERGE_KEYS;
     plan->base2 = 1;
 }
 
@@ -54,6 +54,7 @@ void shape_for_tensor_cores(Plan* plan, int tile) {
 Plan shape_plan(const nvr_plan_config& config, const Device* device) {
     Plan plan = {};
     plan.config = config;
+    plan.min_keys = MIN_KEYS;
     plan.words = static_cast<int32_t>(ceil_div(min64(config.max_total_q, NVR_MAX_DRAFT), WARP));
     if (uses_tensor_cores(config.kernel)) {
         shape_for_tensor_cores(&plan, config.tile_config == 0 ? choose_tile(config, *device) : config.tile_config);
@@ -65,7 +66,6 @@ Plan shape_plan(const nvr_plan_config& config, const Device* device) {
     plan.tile_keys = tile == NVR_TILE_H8_K32 ? 32 : 16;
     plan.head_tiles = static_cast<int32_t>(ceil_div(config.num_heads, plan.tile_rows));
     plan.row_heads = plan.head_tiles * plan.tile_rows;
-    plan.min_keys = PAGED_MIN_KEYS;
     return plan;
 }
 

@@ -9,6 +9,9 @@
 // c is what loading the queries of a piece and writing its result cost. Every CTA pays it for each of its tiles; beyond that, even pays it
 // for the second half of a tile, and both ways that cut for the merge. The 1 / 24: CTAs of a request that begin at the same key read the same rows
 // at the same time, from the cache; those that begin anywhere, each from memory. Deterministic plans take the even cuts.
+//
+// Where tiles are cut, a share is no shorter than min_keys, nor than the cheapest when few keys meet many CTAs: all partial results go through the
+// same cache and one kernel that merges them, so S keys a share cost S + merge_keys * keys of all tiles / S.
 #pragma once
 
 #include "scans.cuh"
@@ -133,10 +136,22 @@ __device__ inline Cuts choose_apart(const Plan& plan, int64_t batch, const Line&
     return {Way::APART, common, assign_ctas(plan, batch, common, scratch)};
 }
 
+// Units of a share where tiles are cut, from an even share on: while one of a unit more is cheaper. That is the second condition, which implies the
+// first but could be too large a number. Of a deterministic plan the share does not say how many pieces there are.
+__device__ inline int64_t shortest_share(const Plan& plan, int64_t units, int64_t share) {
+    int64_t payload = max64(share, (plan.min_keys + plan.tile_keys - 1) / plan.tile_keys);
+    if (plan.config.deterministic) return payload;
+    while ((payload + 1) * plan.tile_keys < static_cast<int64_t>(plan.ctas) * plan.merge_keys &&
+           payload * (payload + 1) * plan.tile_keys < units * plan.merge_keys) {
+        ++payload;
+    }
+    return payload;
+}
+
 // Writes starts[ctas + 1]; returns whether a tile may be cut. line: of all requests. scratch: int64 [2][SCHEDULE_WARPS], of which block_scan
 // takes the first row and first_fitting the other.
 __device__ inline bool cut_line(const Plan& plan, int64_t batch, const Line& line, int64_t* scratch) {
-    const int64_t share = ceil_div(line.units, plan.ctas), payload = max64(share, (plan.min_keys + plan.tile_keys - 1) / plan.tile_keys);
+    const int64_t share = ceil_div(line.units, plan.ctas), payload = shortest_share(plan, line.units, share);
     const int64_t most = payload + 2 * piece_cost(plan) + payload / OUT_OF_STEP;  // what an uncut share may be long
     const Cuts even = {Way::EVEN, payload, 0};
     Cuts cuts = even;

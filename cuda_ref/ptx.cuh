@@ -45,7 +45,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t address) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address) : "memory");
 }
 
-// The same for `count` arrivals at once, one thread for others whose work it has seen. A single instruction from sm_90 on.
+// The same, `count` arrivals at once. A single instruction from sm_90 on.
 __device__ __forceinline__ void mbarrier_arrive_count(uint32_t address, uint32_t count) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(address), "r"(count) : "memory");

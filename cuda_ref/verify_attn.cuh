@@ -63,6 +63,7 @@ struct Plan {
     int32_t row_heads;   // heads from token to token in the line of query rows: num_heads, or filled up to whole tiles (flash and paged)
     int32_t head_tiles;  // flash and paged: row_heads / tile_rows
     int32_t min_keys;    // shortest share of a CTA: below that, loading q and merging a partial cost more than they spread
+    int32_t merge_keys;  // keys that a CTA does in the time by which each piece delays all others
     int32_t base2;       // maxima of partials are in units of log2(e)
     int32_t words;       // uint32 words of one visibility row
     int32_t ctas;        // grid of paged, mma and wgmma

@@ -3,6 +3,10 @@
 The arrays are looked at themselves: an attention result within tolerance would forgive a mask bit too many over a long prefix.
 """
 
+import math
+from dataclasses import replace
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from support import cases, lines, machine, units
@@ -91,13 +95,13 @@ def test_tables_and_mask_bits(case):
 LINES = {
     "paged": Line(16, work.ScheduleConfig(16, 8, False), 4),
     "paged_fixed": Line(16, work.ScheduleConfig(16, 8, True), 4),
-    "mma": Line(9, work.ScheduleConfig(32, 16, False, 256), 7),
-    "mma_fixed": Line(9, work.ScheduleConfig(32, 16, True, 256), 7),
+    "mma": Line(9, work.ScheduleConfig(32, 16, False, merge_keys=2), 7),
+    "mma_fixed": Line(9, work.ScheduleConfig(32, 16, True, merge_keys=2), 7),
     # Units of which no whole number is PIECE_KEYS.
-    "wgmma": Line(9, work.ScheduleConfig(48, 64, False, 256), 7),
-    "wgmma_fixed": Line(9, work.ScheduleConfig(48, 64, True, 256), 7),
-    "h200": Line(16, work.ScheduleConfig(64, 64, False, 256), 132),
-    "one_cta": Line(9, work.ScheduleConfig(64, 64, False, 256), 1),
+    "wgmma": Line(9, work.ScheduleConfig(48, 64, False, merge_keys=5), 7),
+    "wgmma_fixed": Line(9, work.ScheduleConfig(48, 64, True, merge_keys=5), 7),
+    "h200": Line(16, work.ScheduleConfig(64, 64, False), 132),
+    "one_cta": Line(9, work.ScheduleConfig(64, 64, False), 1),
     "more_ctas_than_threads": Line(9, work.ScheduleConfig(16, 16, False, 16), 300),
 }
 BATCHES = {
@@ -173,7 +177,11 @@ def even_cost(line, share):
 def cost_of_the_ways(line, batch):
     """The least of even cuts and, where no more tiles are than CTAs, of one CTA a tile and of the least common length of pieces that is tried."""
     tiles = [(line.tiles(n), line.units(keys)) for n, keys in zip(batch.counts, batch.tokens, strict=True) if n]
-    payload = max(-(-sum(count * units for count, units in tiles) // line.num_ctas), line.config.min_units)
+    units_in_all, config = sum(count * units for count, units in tiles), line.config
+    shortest = max(-(-units_in_all // line.num_ctas), config.min_units)
+    # Past sqrt(merge_keys * units / kv_tile) a longer one is dearer.
+    longest = shortest + math.isqrt(config.merge_keys * units_in_all)
+    payload = min(range(shortest, longest + 1), key=lambda share: share * config.kv_tile + Fraction(config.merge_keys * units_in_all, share))
     costs = [payload + even_cost(line, payload)]
     if sum(count for count, _ in tiles) <= line.num_ctas:
         costs.append(max(units for _, units in tiles))
@@ -186,6 +194,7 @@ def cost_of_the_ways(line, batch):
 
 H200 = LINES["h200"]
 MANY = Line(16, work.ScheduleConfig(16, 16, False), 264)
+MERGES = Line(64, work.ScheduleConfig(48, 64, False, merge_keys=5), 132)
 
 
 def prefix_of(units, n):
@@ -209,9 +218,14 @@ CHOICES = {
     # Even shares are 879 units, and 7 tiles 136 more.
     "long tiles that would not come out even": (H200, Batch((64,) * 50, (prefix_of(145, 64),) * 50), [879] * 131 + [851], 131),
     "ragged": (H200, Batch((4,) * 4, (prefix_of(1000, 4), prefix_of(10, 4), prefix_of(300, 4), prefix_of(9, 4))), [10] * 131 + [9], 2),
-    # A CTA takes at least 256 keys, but not the tiles of several CTAs that would have nothing to do.
+    # A CTA takes at least 128 keys, but not the tiles of several CTAs that would have nothing to do.
     "short tiles, fewer than CTAs": (H200, Batch((4,) * 100, (0,) * 100), [1] * 100 + [0] * 32, 0),
     "short tiles, more than CTAs": (H200, Batch((4,) * 140, (0,) * 140), [2] * 70 + [0] * 62, 0),
+    # 22 units a tile and 132 CTAs: shares of 3 would be 128 partial results.
+    "few keys, many tiles": (MERGES, Batch((16,), (1024,)), [6, 6, 6, 4] * 16 + [0] * 68, 16),
+    "few keys, one tile": (MERGES, Batch((1,), (1024,)), [3] * 7 + [1] + [0] * 124, 1),
+    # 171 units: an even share is 6.
+    "more keys, few tiles": (MERGES, Batch((4,), (8192,)), ([8] * 21 + [3]) * 4 + [0] * 44, 4),
     "two CTAs an SM": (MANY, Batch((8,) * 16, (4096 - 8,) * 16), [128] * 256 + [0] * 8, 128),
 }
 
@@ -227,6 +241,13 @@ def test_the_cheapest_cuts_are_chosen(name):
     if shares is not None:
         assert tables.ctas[:-1, work.CTA_COUNT].tolist() == shares
     assert len(tables.few) + len(tables.many) == merged
+
+
+def test_deterministic_shares_are_even():
+    """Their pieces are what they are: longer shares would give some CTAs two pieces, and others none."""
+    line = MERGES._replace(config=replace(MERGES.config, deterministic=True))
+    tables = scheduled(line, Batch((1,) * 132, (479,) * 132))
+    assert tables.ctas[:-1, work.CTA_COUNT].tolist() == [10] * 132
 
 
 # --- the twin -----------------------------------------------------------------------------------------------------------------
@@ -257,9 +278,11 @@ def test_the_twin_has_the_same_tables(batch, line, place, twin):
     check_twin(twin(place), LINES[line], BATCHES[batch])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", CHOICES)
-def test_the_twin_chooses_the_same_cuts(name, twin):
-    check_twin(twin("fast"), *CHOICES[name][:2], seed=1)
+def test_the_twin_chooses_the_same_cuts(name, deterministic, twin):
+    line, batch = CHOICES[name][:2]
+    check_twin(twin("fast"), line._replace(config=replace(line.config, deterministic=deterministic)), batch, seed=1)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -269,7 +292,8 @@ def test_random_lines(seed, twin):
     size = int(rng.integers(1, 200))
     counts = rng.integers(0, 6, size) * (rng.random(size) < rng.choice([0.1, 0.5, 1]))
     batch = Batch(tuple(counts.tolist()), tuple(np.exp2(rng.uniform(0, 14, size)).astype(int).tolist()))
-    line = Line(9, work.ScheduleConfig(32, int(rng.choice([8, 16, 64])), seed % 6 == 5, 256), int(rng.choice([3, 48, 132, 300])))
+    config = work.ScheduleConfig(32, int(rng.choice([8, 16, 64])), seed % 6 == 5, 128, int(rng.choice([0, 2, 5, 40])))
+    line = Line(9, config, int(rng.choice([3, 48, 132, 300])))
     tables = scheduled(line, batch)
     pieces, visited = slots_written(line, tables.requests, tables.ctas)
     check_shares(line, batch, tables, pieces, visited)

@@ -422,7 +422,7 @@ def mbarrier_arrive(address: u32) -> None:
 
 @instruction("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [$0], $1; }", memory=True, convergent=True)
 def mbarrier_arrive_count(address: u32, count: u32) -> None:
-    """"mbarrier.arrive", with a count: as many arrivals at once, one thread for others whose work it has seen."""
+    """"mbarrier.arrive", with a count: as many arrivals at once."""
 
 
 @instruction("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", memory=True, convergent=True)

@@ -10,6 +10,9 @@ c is what loading the queries of a piece and writing its result cost. Every CTA 
 the second half of a tile, and both ways that cut for the merge. The 1 / 24: CTAs of a request that begin at the same key read the same rows at
 the same time, from the cache; those that begin anywhere, each from memory. A deterministic plan has pieces that do not depend on the way and
 takes the even cuts.
+
+Where tiles are cut, a share is no shorter than `min_keys`, nor than the cheapest when few keys meet many CTAs: all partial results go through the
+same cache and one kernel that merges them, so S keys a share cost S + merge_keys * keys of all tiles / S.
 """
 
 from __future__ import annotations
@@ -46,12 +49,17 @@ PIECE_COST_KEYS = 128
 def cutter(lang: Any, config: ScheduleConfig) -> Callable:
     """Device function: fills the CTA table from the request table. `longest`: units of the longest tile. Returns whether a tile may be cut."""
     int64, deterministic, min_units, cost = lang.int64, config.deterministic, config.min_units, -(-PIECE_COST_KEYS // config.kv_tile)
+    # Of a deterministic plan the share does not say how many pieces there are.
+    kv_tile, merge_keys = int64(config.kv_tile), int64(0 if deterministic else config.merge_keys)
     table, sum_up, choose = _table(lang, config), block_sum(lang), _chooser(lang, config)
 
     @lang.device
     def cut(ctas, requests, batch, row_heads, num_ctas, units_in_all, tiles_in_all, longest, thread):
         share = (units_in_all + num_ctas - int64(1)) // num_ctas
         payload = share if share > int64(min_units) else int64(min_units)
+        # While shares of one unit more are cheaper: by the second condition, which implies the first but could be too large a number.
+        while (payload + int64(1)) * kv_tile < num_ctas * merge_keys and payload * (payload + int64(1)) * kv_tile < units_in_all * merge_keys:
+            payload = payload + int64(1)
         most = payload + int64(2 * cost) + payload // int64(OUT_OF_STEP)  # what an uncut share may be long
         way, length, used = int64(EVEN), payload, int64(0)
         if not deterministic:

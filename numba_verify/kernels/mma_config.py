@@ -23,8 +23,6 @@ SEGMENT_BYTES = 128
 ITEMSIZE = 2
 #: Threads that fetch one KV or Q row together: 8 x 16 B = one segment a step.
 THREADS_PER_ROW = SEGMENT_BYTES // 16
-#: Shortest share of a CTA, keys: below that, loading Q and writing and merging a partial cost more than they spread.
-MIN_SHARE_KEYS = 256
 #: Words of a cursor (see `mma_work.Cursor`), and room to 32 bytes.
 CURSOR_WORDS = 8
 #: The word of it that holds the partial slot of the value warps' piece.
@@ -158,6 +156,8 @@ class TensorConfig:
     """What a kernel on tensor cores is compiled for: row layout, tile, and how the work was cut."""
 
     kernel: ClassVar[str]
+    #: Of the schedule. Measured on an H200 with tiles of 64 rows (docs/facts.md): a partial result costs all some 0.1 us.
+    merge_keys: ClassVar[int]
     shape: Shape
     tile: Any
     deterministic: bool
@@ -175,7 +175,7 @@ class TensorConfig:
     @property
     def schedule(self) -> ScheduleConfig:
         """The schedule this kernel reads."""
-        return ScheduleConfig(self.tile.keys, self.tile.rows, self.deterministic, MIN_SHARE_KEYS)
+        return ScheduleConfig(self.tile.keys, self.tile.rows, self.deterministic, merge_keys=self.merge_keys)
 
     def __str__(self) -> str:
         mode = "_deterministic" if self.deterministic else ""
@@ -188,6 +188,7 @@ class MmaConfig(TensorConfig):
     early."""
 
     kernel: ClassVar[str] = "mma"
+    merge_keys: ClassVar[int] = 2
     sm_90: bool
 
     @property

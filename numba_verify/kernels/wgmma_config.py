@@ -94,6 +94,7 @@ class WgmmaConfig(TensorConfig):
     """`wgmma` with one `WgmmaTile`."""
 
     kernel: ClassVar[str] = "wgmma"
+    merge_keys: ClassVar[int] = 5
 
     @property
     def layout(self) -> Layout:

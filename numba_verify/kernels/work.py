@@ -48,12 +48,13 @@ MAX_PIECES = 128
 @dataclass(frozen=True)
 class ScheduleConfig:
     """`kv_tile`: keys of a unit. `tile_rows`: query rows of a tile. `deterministic`: cuts by the request alone. `min_keys`: shortest share of
-    a CTA where tiles are cut."""
+    a CTA where tiles are cut. `merge_keys`: keys that a CTA does in the time by which each piece delays all others (see `cuts`)."""
 
     kv_tile: int
     tile_rows: int
     deterministic: bool
     min_keys: int = MIN_KEYS
+    merge_keys: int = 0
 
     @property
     def min_units(self) -> int:
@@ -61,7 +62,7 @@ class ScheduleConfig:
         return -(-self.min_keys // self.kv_tile)
 
     def __str__(self) -> str:
-        return f"r{self.tile_rows}k{self.kv_tile}m{self.min_keys}{'_deterministic' if self.deterministic else ''}"
+        return f"r{self.tile_rows}k{self.kv_tile}m{self.min_keys}p{self.merge_keys}{'_deterministic' if self.deterministic else ''}"
 
 
 def partial_slots(config: ScheduleConfig, num_ctas: int, max_batch: int, max_total_q: int, max_kv_tokens: int, row_heads: int) -> int:

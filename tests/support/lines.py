@@ -100,8 +100,8 @@ MERGE = np.dtype((np.int32, work.MERGE_FIELDS))
 def scheduled_by_the_twin(program: Path, line: Line, batch: Batch, seed: int = 0) -> Tables:
     """By cuda_ref: `program` is a build of schedule_unit.cu. `seed`: order of the threads in the host build."""
     config, count, slots = line.config, len(batch.counts), partials(line, batch)
-    header = [count, line.num_ctas, line.row_heads, config.tile_rows, config.kv_tile, config.min_keys, config.deterministic, slots,
-              sum(batch.counts), sum(batch.tokens)]
+    header = [count, line.num_ctas, line.row_heads, config.tile_rows, config.kv_tile, config.min_keys, config.merge_keys,
+              config.deterministic, slots, sum(batch.counts), sum(batch.tokens)]
     given = np.array(header, np.int64).tobytes() + b"".join(array.tobytes() for array in batch.indptr)
     done = subprocess.run([program], input=given, capture_output=True, timeout=60, env={**os.environ, "CUDA_REF_HOST_SEED": str(seed)})
     assert done.returncode == 0, done.stderr.decode()

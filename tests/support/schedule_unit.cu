@@ -1,6 +1,6 @@
 // Runs schedule of cuda_ref for a plan of any number of CTAs and prints its tables: schedule_unit < input > output.
 //
-//     input     int64: batch, ctas, row_heads, tile_rows, tile_keys, min_keys, deterministic, partial_slots, query rows, keys
+//     input     int64: batch, ctas, row_heads, tile_rows, tile_keys, min_keys, merge_keys, deterministic, partial_slots, query rows, keys
 //               int32: qo_indptr [batch + 1], kv_indptr [batch + 1]; pages of one token, draft rows in the cache
 //     output    Counts, Request [batch], Cursor [ctas + 1], Merge [partial_slots / 2], of which nothing but merges is written
 //
@@ -14,7 +14,7 @@
 namespace nvr {
 
 struct Input {
-    int64_t batch, ctas, row_heads, tile_rows, tile_keys, min_keys, deterministic, partial_slots, rows, keys;
+    int64_t batch, ctas, row_heads, tile_rows, tile_keys, min_keys, merge_keys, deterministic, partial_slots, rows, keys;
 };
 
 // Memory that host and device see, full of 0xff.
@@ -62,6 +62,7 @@ int run() {
     plan.tile_keys = static_cast<int32_t>(input.tile_keys);
     plan.row_heads = static_cast<int32_t>(input.row_heads);
     plan.min_keys = static_cast<int32_t>(input.min_keys);
+    plan.merge_keys = static_cast<int32_t>(input.merge_keys);
     plan.ctas = static_cast<int32_t>(input.ctas);
     plan.partial_slots = input.partial_slots;
     plan.max_merges = static_cast<int32_t>(input.partial_slots / 2);
