@@ -22,7 +22,8 @@ from numba_verify.kernels.config import TILE_CONFIGS, Shape, choose_tile
 from numba_verify.problem import PlanSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-README, CONTRACT, HOW, FACTS = (ROOT / name for name in ("README.md", "docs/contract.md", "docs/how-it-works.md", "docs/facts.md"))
+README = ROOT / "README.md"
+CONTRACT, HOW, FACTS, MMA = (ROOT / "docs" / f"{name}.md" for name in ("contract", "how-it-works", "facts", "mma"))
 PAGES = [README, CONTRACT, HOW, FACTS]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -96,7 +97,7 @@ def test_picture():
     assert str(published.load(name).num_nodes) in text_of(README)
 
 
-@pytest.mark.parametrize("page", [README, FACTS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, FACTS, MMA, HOW], ids=lambda page: page.name)
 def test_tables_are_those_of_the_result_files(page):
     text = text_of(page)
     assert tool.replaced(text, tool.all_tables(tool.result_files()), page.name) == text, \
